@@ -1,0 +1,1 @@
+"""weightlink: moves model weights from RL trainers into running SGLang engines, provably complete, as one transaction."""

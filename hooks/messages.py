@@ -1,0 +1,285 @@
+"""Every message that crosses a process boundary: typed, bounded, msgpack, never pickle.
+
+Requests travel trainer rank 0 -> engine (HTTP) -> every scheduler rank (as one ``bytes`` field of the engine's own
+envelope). Each rank answers with a :class:`RankReply`; the engine's front process combines them into a :class:`Reply`.
+Times are seconds that remain, never absolute: clocks of two machines are not compared.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from weightlink.hooks.errors import ErrorInfo, PlanMismatch
+from weightlink.hooks.geometry import TensorSpec
+from weightlink.hooks.settings import PauseMode, WireSettings
+
+PROTOCOL = 1
+"""Version of this message set; both ends must agree."""
+
+STATUS_BYTES = 4096
+"""Size of a packed :class:`RankReply` status, whatever it says."""
+
+Id = Annotated[str, Meta(min_length=1, max_length=64)]
+Budget = Annotated[float, Meta(gt=0, le=86400)]
+LayoutKind = Literal["megatron", "hf"]
+
+
+class EngineState(enum.StrEnum):
+    """What an engine serves, seen from outside."""
+
+    PENDING = "pending"  #: started without weights; nothing was ever committed
+    READY = "ready"  #: serves the committed version
+    UPDATING = "updating"  #: an update is open
+    DIRTY = "dirty"  #: an update failed half way: paused, unready, needs a full update
+
+
+class RankPlace(msgspec.Struct, frozen=True):
+    """Where an engine rank stands. ``rank = pp_rank * tp_size + tp_rank``."""
+
+    rank: int
+    world: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (tp {self.tp_rank}, pp {self.pp_rank})"
+
+
+class EngineContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine tells the trainer before either side builds its layout.
+
+    :param engine: kind of engine, e.g. ``"sglang"``
+    :param hf_config: the model's Hugging Face configuration as plain data
+    :param architecture: ``hf_config["architectures"][0]``
+    :param dtype: dtype in which the engine loads the model
+    :param dtypes: canonical name -> dtype where the engine's own differs from ``dtype``
+    :param device: ``"cpu"`` or ``"cuda"``
+    :param versions: versions of what must agree, e.g. torch and nccl
+    :param owns_weights: the engine loaded its weights itself, so that tensors it owns are valid
+    :param version: last committed version, None before the first
+    :param refusal: why this engine cannot be updated online at all; empty if it can
+    """
+
+    protocol: int
+    engine: str
+    engine_version: str
+    weightlink_version: str
+    hf_config: dict[str, Any]
+    architecture: str
+    dtype: str
+    dtypes: dict[str, str] = {}
+    quantization: str = ""
+    tp_size: int
+    pp_size: int
+    world: int
+    device: str
+    versions: dict[str, str] = {}
+    transports: tuple[str, ...] = ()
+    load_format: str = ""
+    owns_weights: bool = True
+    state: EngineState = EngineState.READY
+    version: int | None = None
+    epoch: int = 0
+    refusal: str = ""
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+class Describe(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the :class:`EngineContext`."""
+
+    budget: Budget
+
+
+class Observe(msgspec.Struct, frozen=True, tag=True):
+    """Ask every rank for its layout over this manifest. The engine pauses while its loader is replayed."""
+
+    budget: Budget
+    tensors: tuple[TensorSpec, ...]
+    layout_kind: LayoutKind
+    pause_mode: PauseMode | None = None
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """Form the payload and control groups of one link epoch and shake hands.
+
+    :param programs: one packed receive program per engine rank
+    :param plan_digest: digest of the whole plan, hexadecimal
+    :param host, port: where trainer rank 0's store listens
+    :param key: unguessable prefix of this epoch's keys in that store
+    :param trainers: trainer ranks; they are group ranks ``0 .. trainers-1``, engine rank r is ``trainers + r``
+    """
+
+    budget: Budget
+    link: Id
+    epoch: int
+    host: str
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    key: Id
+    trainers: Annotated[int, Meta(ge=1)]
+    world: Annotated[int, Meta(ge=1)]
+    wire: WireSettings
+    plan_digest: str
+    programs: tuple[bytes, ...]
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Would this update be accepted? Changes nothing."""
+
+    budget: Budget
+    link: Id
+    epoch: int
+    update: Id
+    version: Annotated[int, Meta(ge=0)]
+    plan_digest: str
+    kind: Literal["full"] = "full"
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Pause, open the update and start to receive. Answered when every rank is ready to receive."""
+
+    budget: Budget
+    link: Id
+    update: Id
+    version: Annotated[int, Meta(ge=0)]
+    pause_mode: PauseMode | None = None
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """Make the applied version visible: flush, record the version, resume."""
+
+    budget: Budget
+    link: Id
+    update: Id
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Give an open update up. The engine becomes dirty if a byte may have been written."""
+
+    budget: Budget
+    link: Id
+    update: Id
+    reason: str = ""
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """State and per-rank progress, answered without waiting."""
+
+    budget: Budget
+
+
+class Detach(msgspec.Struct, frozen=True, tag=True):
+    """Tear the link's groups down. Safe to repeat."""
+
+    budget: Budget
+    link: Id
+
+
+Request = Describe | Observe | Attach | Prepare | Begin | Commit | Abort | Status | Detach
+
+
+# --- replies --------------------------------------------------------------------------------------------------------
+
+
+class Phases(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that one rank spent per phase of an update, and the payload bytes that it moved."""
+
+    wait: float = 0.0
+    wire: float = 0.0
+    apply: float = 0.0
+    finalize: float = 0.0
+    bytes: int = 0
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's answer to command ``seq``; packs to exactly :data:`STATUS_BYTES`.
+
+    :param step: what the rank finished last: ``idle``, ``receiving``, ``applied``, ``committed``, ``aborted``
+    :param written: a resident weight may have changed since the last commit
+    """
+
+    rank: int
+    seq: int
+    update: str = ""
+    step: str = "idle"
+    written: bool = False
+    phases: Phases = Phases()
+    error: ErrorInfo | None = None
+
+
+class RankReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's status with, for ``Observe``, its packed layout."""
+
+    status: RankStatus
+    layout: bytes = b""
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's answer to a request.
+
+    :param error: why the request was refused; None when it was carried out
+    :param failures: one per failed rank
+    """
+
+    state: EngineState
+    version: int | None = None
+    update: str = ""
+    epoch: int = 0
+    error: ErrorInfo | None = None
+    failures: tuple[ErrorInfo, ...] = ()
+    context: EngineContext | None = None
+    layouts: tuple[bytes, ...] = ()
+    ranks: tuple[RankStatus, ...] = ()
+    pause_seconds: float = 0.0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+_rank_replies = msgspec.msgpack.Decoder(RankReply)
+_statuses = msgspec.msgpack.Decoder(RankStatus)
+
+
+def encode(message: Request | Reply | RankReply) -> bytes:
+    """Any message as msgpack bytes."""
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    """A request; raises ``msgspec.MsgspecError`` on anything that is not one."""
+    return _requests.decode(data)
+
+
+def decode_reply(data: bytes) -> Reply:
+    """A reply; raises ``msgspec.MsgspecError`` on anything that is not one."""
+    return _replies.decode(data)
+
+
+def decode_rank_reply(data: bytes) -> RankReply:
+    """A rank's reply; raises ``msgspec.MsgspecError`` on anything that is not one."""
+    return _rank_replies.decode(data)
+
+
+def pack_status(status: RankStatus) -> bytes:
+    """A status in exactly :data:`STATUS_BYTES` bytes: length (4, little endian), msgpack, zeros."""
+    body = _encoder.encode(status)
+    limit = 512
+    while len(body) > STATUS_BYTES - 4 and status.error is not None and limit >= 32:
+        body = _encoder.encode(msgspec.structs.replace(status, error=status.error.bounded(limit)))
+        limit //= 2
+    if len(body) > STATUS_BYTES - 4:
+        raise PlanMismatch("a rank's status does not fit its message", expected=STATUS_BYTES - 4, found=len(body))
+    return (len(body).to_bytes(4, "little") + body).ljust(STATUS_BYTES, b"\0")
+
+
+def unpack_status(data: bytes) -> RankStatus:
+    """The inverse of :func:`pack_status`; raises :class:`PlanMismatch` on a wrong size."""
+    if len(data) != STATUS_BYTES:
+        raise PlanMismatch("a rank's status has the wrong size", expected=STATUS_BYTES, found=len(data))
+    return _statuses.decode(data[4 : 4 + int.from_bytes(data[:4], "little")])
