@@ -1,8 +1,8 @@
 """The data types of the one geometry: regions, fills, parameters and layouts, as packed numpy columns.
 
 A *region* ties a lattice box of a canonical tensor to an affine view of local storage. For ``0 <= k_d < size_d`` the
-canonical index ``lo_d + k_d*step_d`` lives at local element ``offset + sum(k_d*stride_d)``, the offset being relative to
-the parameter's first element. Unused trailing dimensions have ``lo=0, size=1, step=1, stride=0``.
+canonical index ``lo_d + k_d*step_d`` lives at local element ``offset + sum(k_d*stride_d)``, the offset being relative
+to the parameter's first element. Unused trailing dimensions have ``lo=0, size=1, step=1, stride=0``.
 """
 
 from __future__ import annotations

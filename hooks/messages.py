@@ -107,7 +107,7 @@ class Observe(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """Form the payload and control groups of one link epoch and shake hands.
+    """Offer one link epoch: every rank proves its program against its own layout. No group is formed yet.
 
     :param programs: one packed receive program per engine rank
     :param plan_digest: digest of the whole plan, hexadecimal
@@ -127,6 +127,14 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     wire: WireSettings
     plan_digest: str
     programs: tuple[bytes, ...]
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """Form the payload and control groups of the attached epoch and shake hands, together with the trainer."""
+
+    budget: Budget
+    link: Id
+    epoch: int
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -169,9 +177,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """State and per-rank progress, answered without waiting."""
+    """State and per-rank progress. Answered at once, or within ``wait`` seconds when the open update moves on."""
 
     budget: Budget
+    wait: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):
@@ -181,7 +190,7 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
     link: Id
 
 
-Request = Describe | Observe | Attach | Prepare | Begin | Commit | Abort | Status | Detach
+Request = Describe | Observe | Attach | Join | Prepare | Begin | Commit | Abort | Status | Detach
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
@@ -214,7 +223,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's status with, for ``Observe``, its packed layout."""
+    """A rank's status with, for ``Observe``, its packed layout. Travels as the packed status followed by the layout."""
 
     status: RankStatus
     layout: bytes = b""
@@ -223,14 +232,17 @@ class RankReply(msgspec.Struct, frozen=True, kw_only=True):
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's answer to a request.
 
+    :param applied: the open update has arrived on every rank and waits to be committed
     :param error: why the request was refused; None when it was carried out
     :param failures: one per failed rank
+    :param pause_seconds: how long generation stood still for the last pause that has ended
     """
 
     state: EngineState
     version: int | None = None
     update: str = ""
     epoch: int = 0
+    applied: bool = False
     error: ErrorInfo | None = None
     failures: tuple[ErrorInfo, ...] = ()
     context: EngineContext | None = None
@@ -242,11 +254,10 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
-_rank_replies = msgspec.msgpack.Decoder(RankReply)
 _statuses = msgspec.msgpack.Decoder(RankStatus)
 
 
-def encode(message: Request | Reply | RankReply) -> bytes:
+def encode(message: Request | Reply) -> bytes:
     """Any message as msgpack bytes."""
     return _encoder.encode(message)
 
@@ -259,11 +270,6 @@ def decode_request(data: bytes) -> Request:
 def decode_reply(data: bytes) -> Reply:
     """A reply; raises ``msgspec.MsgspecError`` on anything that is not one."""
     return _replies.decode(data)
-
-
-def decode_rank_reply(data: bytes) -> RankReply:
-    """A rank's reply; raises ``msgspec.MsgspecError`` on anything that is not one."""
-    return _rank_replies.decode(data)
 
 
 def pack_status(status: RankStatus) -> bytes:

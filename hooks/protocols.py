@@ -133,5 +133,10 @@ class Transport(Protocol):
 class Family(Protocol):
     """Names of one model family; see :mod:`weightlink.converters.families`."""
 
-    name: str
-    architectures: Sequence[str]
+    @property
+    def name(self) -> str:
+        """How users choose it."""
+
+    @property
+    def architectures(self) -> Sequence[str]:
+        """Entries of ``config.json``'s ``architectures`` that it serves."""

@@ -28,7 +28,7 @@ class WireSettings(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "p2p"
     bucket_bytes: Annotated[int, Meta(ge=4096, le=1 << 31)] = 32 << 20
     direct_bytes: Annotated[int, Meta(ge=1)] = 1 << 20
-    max_peers: Annotated[int, Meta(ge=1, le=1024)] = 2
+    max_peers: Annotated[int, Meta(ge=1, le=1024)] = 1
 
 
 class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,244 @@
+"""Proofs before the first byte: every source element exists once, every destination element is written once.
+
+Disjoint boxes whose volumes add up to the whole cover it exactly; both are decided on the boxes themselves, without
+touching an element. Only a view that is no box of its parameter is counted element by element.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from weightlink.converters.boxes import Boxes, overlaps
+from weightlink.hooks.errors import CoverageError
+from weightlink.hooks.geometry import DIMS, Int64, Layout, ParamSpec, TensorSpec, pad
+
+#: Largest parameter, in elements, whose coverage is counted element by element when its views are not boxes.
+COUNT_LIMIT = 1 << 27
+
+
+@dataclass
+class Violations:
+    """Collects what is wrong, so that one error lists everything."""
+
+    lines: list[str] = field(default_factory=list)
+    tensor: str = ""
+    rank: str = ""
+
+    def add(self, tensor: str, rank: str, text: str) -> None:
+        """One violation; the first one also fills the error's own fields."""
+        if not self.lines:
+            self.tensor, self.rank = tensor, rank
+        self.lines.append(f"{tensor} on {rank}: {text}")
+
+    def raise_if_any(self, what: str, remedy: str) -> None:
+        """Raises :class:`CoverageError` listing every violation (the first 50 in full)."""
+        if not self.lines:
+            return
+        shown = self.lines[:50]
+        if len(self.lines) > len(shown):
+            shown.append(f"... and {len(self.lines) - len(shown)} more")
+        raise CoverageError(
+            f"{what}: {len(self.lines)} violation{'s' if len(self.lines) > 1 else ''}\n    " + "\n    ".join(shown),
+            tensor=self.tensor,
+            rank=self.rank,
+            remedy=remedy,
+        )
+
+
+def region_boxes(layout_regions: Layout, tensor_ids: Int64) -> Boxes:
+    """A layout's regions as boxes grouped by ``tensor_ids`` (the layout's own tensor numbers mapped to common ones)."""
+    r = layout_regions.regions
+    return Boxes(tensor_ids[r.tensor], r.lo, r.size, r.step)
+
+
+def prove_sources(manifest: Sequence[TensorSpec], boxes: Boxes, ranks: Sequence[str], found: Violations) -> None:
+    """Unique source boxes must tile every canonical tensor: nothing missing, nothing held twice but differently.
+
+    :param boxes: all trainers' boxes, grouped by manifest position
+    :param ranks: who holds each box
+    """
+    first, _ = boxes.unique()
+    whole = boxes.take(first)
+    _prove_tiling(
+        whole,
+        np.array([int(np.prod(t.shape, dtype=np.int64)) for t in manifest], np.int64),
+        name=lambda t: manifest[t].name,
+        rank=lambda box: ranks[int(first[box])],
+        nobody="no trainer rank",
+        found=found,
+    )
+
+
+def _prove_tiling(
+    boxes: Boxes,
+    volume: Int64,
+    *,
+    name: Callable[[int], str],
+    rank: Callable[[int], str],
+    nobody: str,
+    found: Violations,
+) -> None:
+    pairs = overlaps(boxes, boxes)
+    twice = pairs.a < pairs.b
+    for a, b, lo, size in zip(
+        pairs.a[twice][:20], pairs.b[twice][:20], pairs.lo[twice][:20], pairs.size[twice][:20], strict=True
+    ):
+        found.add(
+            name(int(boxes.group[a])),
+            rank(int(b)),
+            f"{int(size.prod())} elements from index {_index(lo)} are also given by {rank(int(a))} in another cut",
+        )
+    covered = np.zeros(len(volume), np.int64)
+    np.add.at(covered, boxes.group, boxes.numel)
+    for group in np.flatnonzero(covered < volume):
+        holder = np.flatnonzero(boxes.group == group)
+        who = rank(int(holder[0])) if len(holder) else nobody
+        found.add(name(int(group)), who, f"{int(volume[group] - covered[group])} of {int(volume[group])} missing")
+
+
+def _index(lo: Int64) -> list[int]:
+    values: list[int] = lo.tolist()
+    while len(values) > 1 and values[-1] == 0:
+        values.pop()
+    return values
+
+
+def prove_destination(
+    params: Sequence[ParamSpec],
+    param: Int64,
+    offset: Int64,
+    size: Int64,
+    stride: Int64,
+    *,
+    rank: str,
+    owned: Iterable[int],
+    found: Violations,
+) -> list[str]:
+    """Every element of every parameter is written exactly once by the given views (copies and fills together).
+
+    :param param, offset, size, stride: the views; offsets in elements from the parameter's first
+    :param owned: parameters that the engine may own altogether (it computed or loaded them itself)
+    :returns: names of the engine-owned parameters, those that no view touches
+    """
+    may_own = set(owned)
+    volume = np.array([int(np.prod(p.shape, dtype=np.int64)) for p in params], np.int64)
+    boxes, is_box = param_boxes(params, param, offset, size, stride)
+    outside = np.zeros(len(param), bool)
+    outside |= (offset < 0) | (_last(offset, size, stride) >= _extent(params)[param])
+    for row in np.flatnonzero(outside)[:20]:
+        found.add(params[int(param[row])].name, rank, "a write reaches beyond the parameter")
+    counted = {int(p) for p in param[~is_box & ~outside]}
+    for number in sorted(counted):
+        here = np.flatnonzero(param == number)
+        _count(params[number], offset[here], size[here], stride[here], rank, found)
+    rows = np.flatnonzero(is_box & ~np.isin(param, list(counted)))
+    touched = np.unique(param)
+    owned_now = [n for n in range(len(params)) if n not in set(touched.tolist())]
+    expected = volume.copy()
+    for number in [*owned_now, *counted]:
+        expected[number] = 0
+    _prove_tiling(
+        boxes.take(rows),
+        expected,
+        name=lambda p: params[p].name,
+        rank=lambda _: rank,
+        nobody=rank,
+        found=found,
+    )
+    for number in owned_now:
+        if number not in may_own and volume[number]:
+            found.add(params[number].name, rank, "no element is written, and the engine did not load it itself")
+    _prove_storage(params, rank, found)
+    return [params[n].name for n in owned_now]
+
+
+def _prove_storage(params: Sequence[ParamSpec], rank: str, found: Violations) -> None:
+    """Two parameters that share part of a storage would be written over one another."""
+    order = sorted(range(len(params)), key=lambda n: (params[n].storage, params[n].start))
+    extent = _extent(params)
+    for a, b in itertools.pairwise(order):
+        left, right = params[a], params[b]
+        if left.storage == right.storage and right.start < left.start + int(extent[a]) and extent[b]:
+            found.add(right.name, rank, f"shares memory with {left.name} without being the same tensor")
+
+
+def _extent(params: Sequence[ParamSpec]) -> Int64:
+    """Elements from a parameter's first to its last, inclusive; 0 for an empty one."""
+    values = []
+    for p in params:
+        empty = any(n == 0 for n in p.shape)
+        values.append(0 if empty else 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride, strict=True)))
+    return np.array(values, np.int64)
+
+
+def _last(offset: Int64, size: Int64, stride: Int64) -> Int64:
+    last: Int64 = offset + ((size - 1) * stride).sum(axis=1)
+    return last
+
+
+def param_boxes(
+    params: Sequence[ParamSpec], param: Int64, offset: Int64, size: Int64, stride: Int64
+) -> tuple[Boxes, Int64]:
+    """Affine views of parameters as boxes in the parameters' own indices; and which of them are boxes at all.
+
+    Each dimension of a view must run along one dimension of its parameter, and stay inside it.
+    """
+    n = len(param)
+    shapes = np.array([pad(p.shape, 1) for p in params] or [[1] * DIMS], np.int64)
+    strides = np.array([pad(p.stride, 0) for p in params] or [[0] * DIMS], np.int64)
+    shape, along = shapes[param] if n else shapes[:0], strides[param] if n else strides[:0]
+    along = np.where(shape == 1, 0, along)  # a dimension of one element has no direction
+    lo, box, step = (np.full((n, DIMS), v, np.int64) for v in (0, 1, 1))
+    rest, ok = offset.copy(), np.ones(n, bool)
+    by_stride = np.argsort(-along, axis=1, kind="stable")
+    for k in range(DIMS):  # coordinates of the first element, longest stride first
+        dim = by_stride[:, k : k + 1]
+        s = np.take_along_axis(along, dim, 1)[:, 0]
+        coordinate: Int64 = np.where(s > 0, rest // np.maximum(s, 1), 0).astype(np.int64)
+        np.put_along_axis(lo, dim, coordinate[:, None], 1)
+        rest = rest - coordinate * s
+    ok &= (rest == 0) & ((lo >= 0) & (lo < np.maximum(shape, 1))).all(axis=1)
+    for d in range(DIMS):
+        runs = size[:, d] > 1
+        placed = ~runs
+        for k in range(DIMS):  # the longest parameter stride that divides this view's stride and leaves room
+            dim = by_stride[:, k : k + 1]
+            s = np.take_along_axis(along, dim, 1)[:, 0]
+            multiple = np.where(s > 0, stride[:, d] // np.maximum(s, 1), 0)
+            start = np.take_along_axis(lo, dim, 1)[:, 0]
+            room = np.take_along_axis(shape, dim, 1)[:, 0]
+            free = np.take_along_axis(box, dim, 1)[:, 0] == 1
+            fits = (s > 0) & (multiple > 0) & (multiple * s == stride[:, d]) & free
+            fits &= start + (size[:, d] - 1) * multiple < room
+            use = ~placed & fits
+            put = np.where(use, size[:, d], np.take_along_axis(box, dim, 1)[:, 0])
+            np.put_along_axis(box, dim, put[:, None], 1)
+            put = np.where(use, multiple, np.take_along_axis(step, dim, 1)[:, 0])
+            np.put_along_axis(step, dim, put[:, None], 1)
+            placed |= use
+        ok &= placed
+    return Boxes(param.astype(np.int64), lo, box, step), ok
+
+
+def _count(spec: ParamSpec, offset: Int64, size: Int64, stride: Int64, rank: str, found: Violations) -> None:
+    """The slow, exact way for views that are no boxes: how often is each element written?"""
+    numel = int(np.prod(spec.shape, dtype=np.int64))
+    extent = int(_extent([spec])[0])
+    if extent > COUNT_LIMIT:
+        found.add(spec.name, rank, f"cannot be proven: its views are no boxes and it has {numel} elements")
+        return
+    times = np.zeros(extent, np.uint16)
+    for o, n, s in zip(offset, size, stride, strict=True):
+        view = np.lib.stride_tricks.as_strided(times[int(o) :], n.tolist(), [int(x) * times.itemsize for x in s])
+        view += 1
+    mine = np.lib.stride_tricks.as_strided(
+        times, spec.shape or (1,), [s * times.itemsize for s in spec.stride] or [times.itemsize]
+    )
+    missing, doubled = int((mine == 0).sum()), int((mine > 1).sum())
+    if missing:
+        found.add(spec.name, rank, f"{missing} of {numel} missing")
+    if doubled:
+        found.add(spec.name, rank, f"{doubled} of {numel} written more than once")

@@ -1,0 +1,5 @@
+"""Qwen2 and Qwen2.5: Llama with biases on the query, key and value projections."""
+
+from weightlink.converters.families.base import ATTENTION, EMBEDDINGS, MLP, NORMS, QKV_BIAS, Family
+
+FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), EMBEDDINGS + NORMS + ATTENTION + QKV_BIAS + MLP)

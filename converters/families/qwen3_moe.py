@@ -1,0 +1,5 @@
+"""Qwen3-MoE: Qwen3 with routed experts in place of some or all dense MLPs."""
+
+from weightlink.converters.families.base import ATTENTION, EMBEDDINGS, EXPERTS, MLP, NORMS, QK_NORM, Family
+
+FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), EMBEDDINGS + NORMS + ATTENTION + QK_NORM + MLP + EXPERTS)

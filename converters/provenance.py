@@ -1,0 +1,429 @@
+"""Where the elements of a tensor come from, followed through the operators of a weight loader.
+
+A :class:`Tracker` is a dispatch mode. Tensors without data stand for checkpoint tensors; every storage that the loader
+makes from them carries :class:`Piece` s that say which checkpoint elements it would hold. A write to memory that existed
+before is recorded instead of executed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from weightlink.converters import affine
+from weightlink.converters.affine import Affine, TooComplex
+from weightlink.converters.operators import RULES, Rule, pairs, rule_of, span, tensors
+from weightlink.hooks.errors import ReplayError
+from weightlink.hooks.geometry import CASTABLE, TensorSpec
+
+CONSTANT = -1
+
+
+class Piece(NamedTuple):
+    """Elements of a storage (``at``) and what they hold: elements ``to`` of a canonical tensor, or one constant.
+
+    :param source: index of the canonical tensor, or :data:`CONSTANT`
+    :param value: the constant
+    :param rounded: dtype that the values were rounded to on the way; None if they are still exact
+    """
+
+    source: int
+    value: float
+    rounded: torch.dtype | None
+    map: Affine
+
+
+class Lost(NamedTuple):
+    """Why contents cannot be followed, and the canonical tensors that went into them."""
+
+    reason: str
+    sources: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Cell:
+    """What is known about a storage that was made during the replay, in elements of ``dtype``.
+
+    :param plain: its values are really there and depend on no weight
+    """
+
+    dtype: torch.dtype
+    pieces: list[Piece] = field(default_factory=list)
+    lost: Lost | None = None
+    plain: bool = False
+    alive: object = None
+
+    @property
+    def sources(self) -> frozenset[int]:
+        if self.lost is not None:
+            return self.lost.sources
+        return frozenset(piece.source for piece in self.pieces if piece.source != CONSTANT)
+
+
+class Write(NamedTuple):
+    """One write to memory that existed before: pieces (``at`` is an address in it), or the reason why not."""
+
+    storage: int
+    dtype: torch.dtype
+    low: int
+    high: int
+    pieces: tuple[Piece, ...]
+    lost: Lost | None
+
+
+def key(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage while that is alive."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name used in messages, e.g. ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Tracker(TorchDispatchMode):
+    """Follows one run of a loader.
+
+    :param tensors: the canonical tensors
+    :param rank: for messages
+    """
+
+    def __init__(self, tensors: Sequence[TensorSpec], rank: str) -> None:
+        super().__init__()
+        self.tensors = tensors
+        self.rank = rank
+        self.cells: dict[int, Cell] = {}
+        self.writes: list[Write] = []
+        self.touched: int | None = None
+        self.foreign: ReplayError | None = None
+        self.closed = False
+        self.thread = threading.get_ident()
+        # Canonical tensors whose value became a number, until the next name; and whether any weight's value did.
+        self._numbers: frozenset[int] = frozenset()
+        self._number_read = False
+
+    def canonical(self, index: int) -> torch.Tensor:
+        """A data-less tensor that stands for canonical tensor ``index``."""
+        spec = self.tensors[index]
+        dtype = getattr(torch, spec.dtype)
+        tensor = torch.empty(spec.shape, dtype=dtype, device="meta")
+        whole = Affine(0, 0, ((tensor.numel(), 1, 1),))
+        self._adopt(tensor, Cell(dtype, [Piece(index, 0.0, None, whole)] if tensor.numel() else []))
+        return tensor
+
+    def next_name(self) -> None:
+        """The loader asks for its next tensor: numbers read from earlier ones are behind it."""
+        self._numbers = frozenset()
+        self._number_read = False
+
+    def contents(self, tensor: torch.Tensor) -> frozenset[int]:
+        """Canonical tensors that went into ``tensor``, which the loader left somewhere."""
+        cell = self.cells.get(key(tensor))
+        return cell.sources if cell is not None else frozenset()
+
+    def check_thread(self) -> None:
+        """Raises :class:`ReplayError` outside the thread that runs the replay."""
+        if threading.get_ident() != self.thread:
+            name = threading.current_thread().name
+            self.foreign = ReplayError(
+                f"thread {name!r} took part in a loader replay",
+                rank=self.rank,
+                expected="all loading in the thread that called load_weights",
+                remedy="make the loader run inline for tensors on the meta device",
+            )
+            raise self.foreign
+
+    # --- dispatch ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.closed:
+            return func(*args, **kwargs)
+        rule = RULES.get(func) or rule_of(func)
+        if rule.kind == "view":
+            return func(*args, **kwargs)
+        self.check_thread()
+        if rule.kind == "decompose":
+            with self:
+                return func.decompose(*args, **kwargs)
+        inputs = list(tensors(args, kwargs))
+        cells = [self.cells.get(key(tensor)) for tensor in inputs]
+        for cell in cells:
+            if cell is not None and cell.sources:
+                self.touched = max(cell.sources)
+        if rule.kind == "number":
+            return self._number(func, args, kwargs, inputs, cells)
+        if rule.kind == "write":
+            return self._write(func, rule, args, kwargs, inputs, cells)
+        return self._make(func, rule, args, kwargs, inputs, cells)
+
+    def _hollow(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's values are not really there."""
+        if tensor.device.type == "meta":
+            return True
+        cell = self.cells.get(key(tensor))
+        return cell is not None and bool(cell.sources)
+
+    def _number(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, inputs: list[torch.Tensor], cells: list[Cell | None]
+    ) -> Any:
+        cell = cells[0]
+        if self._hollow(inputs[0]):
+            self._numbers |= cell.sources if cell is not None else frozenset()
+            self._number_read = True
+            return torch.ones((), dtype=inputs[0].dtype).item()
+        self._number_read = self._number_read or cell is None or not cell.plain
+        return func(*args, **kwargs)
+
+    def _make(
+        self,
+        func: Any,
+        rule: Rule,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        inputs: list[torch.Tensor],
+        cells: list[Cell | None],
+    ) -> Any:
+        """An operator that writes nothing: run it, without data if its inputs have none, and say what came out."""
+        known = {key(tensor) for tensor in inputs}
+        if rule.kind == "fresh":
+            out = func(*args, **kwargs)
+            for tensor in inputs:
+                self._adopt(tensor, Cell(tensor.dtype, plain=True))
+            return out
+        if any(self._hollow(tensor) for tensor in inputs):
+            run_args, run_kwargs = _without_data(args), _without_data(dict(kwargs))
+            if run_kwargs.get("device") is not None:
+                run_kwargs["device"] = torch.device("meta")
+            run_kwargs.pop("pin_memory", None)
+            out = func(*run_args, **run_kwargs)
+        else:
+            out = func(*args, **kwargs)
+        results = list(tensors((out,), {}))
+        if not results and inputs and any(self._hollow(tensor) for tensor in inputs):
+            raise NotImplementedError(f"the loader branches on the values of a tensor ({func})")
+        plain = all(cell is not None and cell.plain for cell in cells)
+        for tensor in results:
+            if key(tensor) in known:
+                continue
+            cell = Cell(tensor.dtype, plain=plain and tensor.device.type != "meta")
+            if rule.constant is not None:
+                value = rule.constant(args, kwargs)
+                cell.plain = value is not None and tensor.device.type != "meta"
+                if value is not None:
+                    cell.pieces = _fill(value, tensor)
+            elif rule.moves is not None:
+                self._move(cell, rule.moves, args, kwargs, tensor, cells)
+            elif inputs:
+                cell.lost = Lost(f"computed by {func}", _union(cells))
+            else:
+                cell.lost = Lost(f"made by {func}")
+            self._adopt(tensor, cell)
+        return out
+
+    def _move(
+        self, cell: Cell, moves: Moves, args: tuple[Any, ...], kwargs: Any, out: torch.Tensor, cells: list[Cell | None]
+    ) -> None:
+        try:
+            for item in moves(args, kwargs, out):
+                if isinstance(item[0], torch.Tensor):
+                    found = self._trace(item[0], item[1], out.dtype)
+                    if isinstance(found, Lost):
+                        cell.lost = Lost(found.reason, _union(cells))
+                        return
+                    cell.pieces += found
+                elif item[1].numel:
+                    cell.pieces.append(Piece(CONSTANT, _rounded(item[0], out.dtype), None, item[1]))
+        except TooComplex:
+            cell.lost = Lost("moved in too many pieces", _union(cells))
+
+    def _trace(self, source: torch.Tensor, view: Affine, dtype: torch.dtype) -> list[Piece] | Lost:
+        """What ``view`` (source address -> destination address) brings to a destination of ``dtype``."""
+        if not view.numel:
+            return []
+        cell = self.cells.get(key(source))
+        if cell is None:
+            return Lost("copied from memory that existed before")
+        if cell.lost is not None:
+            return cell.lost
+        if source.dtype != cell.dtype:
+            return Lost(f"{dtype_name(cell.dtype)} reinterpreted as {dtype_name(source.dtype)}", cell.sources)
+        found: list[Piece] = []
+        covered = 0
+        for piece in cell.pieces:
+            if not affine.overlaps(view, piece.map):
+                continue
+            moved = self._cast(piece, source.dtype, dtype)
+            for part in affine.compose(view, piece.map):
+                if isinstance(moved, Lost):
+                    return moved
+                covered += part.numel
+                found.append(moved._replace(map=part))
+        if covered != view.numel:
+            return Lost("copied from elements that nothing was written to", cell.sources)
+        return found
+
+    def _cast(self, piece: Piece, before: torch.dtype, after: torch.dtype) -> Piece | Lost:
+        if before == after:
+            return piece
+        if piece.source == CONSTANT:
+            return piece._replace(value=_rounded(piece.value, after))
+        names = {dtype_name(before), dtype_name(after)}
+        if not names <= CASTABLE:
+            return Lost(
+                f"{dtype_name(before)} cast to {dtype_name(after)}: casting is not quantising",
+                frozenset({piece.source}),
+            )
+        exact = after == torch.float32
+        if piece.rounded is None:
+            exact = exact or dtype_name(after) == self.tensors[piece.source].dtype
+            return piece if exact else piece._replace(rounded=after)
+        if exact or after == piece.rounded:
+            return piece
+        return Lost(
+            f"rounded to {dtype_name(piece.rounded)} and then to {dtype_name(after)}", frozenset({piece.source})
+        )
+
+    # --- writes -----------------------------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        func: Any,
+        rule: Rule,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        inputs: list[torch.Tensor],
+        cells: list[Cell | None],
+    ) -> Any:
+        targets = list(rule.targets(args, kwargs))
+        held = all(key(target) in self.cells for target in targets)
+        plain = all(cell is not None and cell.plain for cell in cells)
+        execute = held and not any(self._hollow(tensor) for tensor in inputs)
+        if rule.writes is not None:
+            for target, source in rule.writes(args):
+                self._record(target, source)
+        else:
+            for target in targets:
+                self._lose(target, Lost(f"changed in place by {func}", _union(cells)))
+        for target in targets:
+            cell = self.cells.get(key(target))
+            if cell is not None:
+                cell.plain = cell.plain and plain and execute
+        if execute:
+            return func(*args, **kwargs)
+        return self._unexecuted(func, args, kwargs, targets)
+
+    def _unexecuted(self, func: Any, args: tuple[Any, ...], kwargs: Any, targets: list[torch.Tensor]) -> Any:
+        """What an operator that was not executed returns."""
+        returns = func._schema.returns
+        if not returns:
+            return None
+        if len(returns) == len(targets) and all(r.alias_info is not None for r in returns):
+            return targets[0] if len(targets) == 1 else tuple(targets)
+        raise NotImplementedError(f"{func} writes to a weight and returns something else")
+
+    def _record(self, target: torch.Tensor, source: torch.Tensor | float) -> None:
+        """Element-wise assignment of ``source`` to ``target``."""
+        if not target.numel():
+            return
+        found: list[Piece] | Lost
+        try:
+            if isinstance(source, torch.Tensor):
+                wide = source if source.shape == target.shape else source.expand(target.shape)
+                found = self._trace(wide, pairs(wide, target), target.dtype)
+                if isinstance(found, Lost) and not found.sources:
+                    cell = self.cells.get(key(source))
+                    if cell is not None and cell.plain and source.numel() == 1:
+                        found = _fill(_value(source), target)
+            else:
+                found = _fill(source, target)
+        except TooComplex:
+            found = Lost("moved in too many pieces", self.contents(source) if torch.is_tensor(source) else frozenset())
+        if self._numbers:
+            found = Lost("depends on a number read from a checkpoint tensor", self._numbers | _sources(found))
+        elif self._number_read and not isinstance(found, Lost) and any(p.source == CONSTANT and p.value for p in found):
+            found = Lost("a constant that may depend on a number read from a weight", _sources(found))
+        cell = self.cells.get(key(target))
+        if cell is not None and target.dtype != cell.dtype:
+            found = Lost(f"written as {dtype_name(target.dtype)}", _sources(found) | cell.sources)
+        if isinstance(found, Lost):
+            self._lose(target, found)
+        elif cell is None:
+            checked = [self._exact(piece, target.dtype) for piece in found]
+            bad = next((piece for piece in checked if isinstance(piece, Lost)), None)
+            if bad is not None:
+                self._lose(target, bad)
+                return
+            low, high = span(target).bounds()
+            self.writes.append(Write(key(target), target.dtype, low, high, tuple(found), None))
+        elif cell.lost is None:
+            try:
+                over = span(target)
+                cell.pieces = [
+                    old._replace(map=part) for old in cell.pieces for part in affine.subtract(old.map, over)
+                ] + found
+            except TooComplex:
+                cell.lost = Lost("moved in too many pieces", _sources(found) | cell.sources)
+        else:
+            cell.lost = Lost(cell.lost.reason, cell.lost.sources | _sources(found))
+
+    def _exact(self, piece: Piece, dtype: torch.dtype) -> Piece | Lost:
+        """One cast from the canonical dtype must give what the loader's own chain of casts gives."""
+        if piece.source == CONSTANT or piece.rounded in (None, dtype):
+            return piece
+        reason = f"rounded to {dtype_name(piece.rounded or dtype)} before it is stored as {dtype_name(dtype)}"
+        return Lost(reason, frozenset({piece.source}))
+
+    def _lose(self, target: torch.Tensor, lost: Lost) -> None:
+        if not target.numel():
+            return
+        cell = self.cells.get(key(target))
+        if cell is not None:
+            cell.lost = Lost(lost.reason, lost.sources | cell.sources)
+            return
+        low, high = span(target).bounds()
+        self.writes.append(Write(key(target), target.dtype, low, high, (), lost))
+
+    def _adopt(self, tensor: torch.Tensor, cell: Cell) -> None:
+        """Registers a new storage until it is freed. Tensors without data cost nothing and are kept to the end."""
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if tensor.device.type == "meta":
+            cell.alive = storage
+        else:
+            # An address may be used again as soon as its storage is freed.
+            cells = self.cells
+            cell.alive = weakref.ref(storage, lambda _: cells.pop(number, None))
+        self.cells[number] = cell
+
+
+def _union(cells: Iterable[Cell | None]) -> frozenset[int]:
+    return frozenset().union(*(cell.sources for cell in cells if cell is not None))
+
+
+def _sources(found: list[Piece] | Lost) -> frozenset[int]:
+    if isinstance(found, Lost):
+        return found.sources
+    return frozenset(piece.source for piece in found if piece.source != CONSTANT)
+
+
+def _value(tensor: torch.Tensor) -> float:
+    return float(tensor.item())
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).to(dtype))
+
+
+def _fill(value: float, target: torch.Tensor) -> list[Piece]:
+    if not target.numel():
+        return []
+    return [Piece(CONSTANT, _rounded(value, target.dtype), None, span(target))]

@@ -1,0 +1,352 @@
+"""Connect: contexts, layouts, proof, plan, groups, handshake, in that order. Collective over the trainer's ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from weightlink.client import EngineClient, fan_out, raise_failures
+from weightlink.hooks import messages as m
+from weightlink.hooks.errors import ConfigError, EngineUnavailable, ErrorInfo, PlanMismatch
+from weightlink.hooks.geometry import Layout, TensorSpec
+from weightlink.plan import EngineLayouts, Plan, build_plan, merge_manifest
+from weightlink.program import Program, manifest_digest, verify_local
+from weightlink.rendezvous import local_address_towards, new_key
+from weightlink.wire import Sender, handshake
+
+if TYPE_CHECKING:
+    from weightlink.group import TrainerGroup
+    from weightlink.hooks.deadline import Deadline
+    from weightlink.hooks.manager import PluginManager
+    from weightlink.hooks.protocols import Channel, TrainingAdapter
+    from weightlink.hooks.settings import LinkSettings
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others of a plan."""
+
+    manifest: tuple[TensorSpec, ...]
+    digest: str
+    seconds: float
+    sent: tuple[int, ...]
+    keys: tuple[str, ...]
+    worlds: tuple[int, ...]
+
+
+@dataclass
+class Leg:
+    """One engine's group as this trainer rank holds it."""
+
+    name: str
+    channel: Channel
+    sender: Sender
+
+    def close(self) -> None:
+        """Leave the group. Safe to repeat."""
+        self.channel.close()
+
+
+@dataclass
+class Attachment:
+    """A proven plan and its formed groups, for one epoch."""
+
+    epoch: int
+    digest: str
+    legs: list[Leg]
+    plan_seconds: float
+    sent: tuple[int, ...]
+    contexts: tuple[m.EngineContext, ...]
+    plan: Plan | None = None
+
+    def close(self) -> None:
+        """Leave every group. Safe to repeat."""
+        for leg in self.legs:
+            leg.close()
+
+
+def attach(
+    *,
+    link: str,
+    epoch: int,
+    group: TrainerGroup,
+    adapter: TrainingAdapter,
+    clients: Sequence[EngineClient],
+    settings: LinkSettings,
+    plugins: PluginManager,
+    deadline: Deadline,
+) -> Attachment:
+    """Form one epoch of a link. Raises the same error on every trainer rank; no byte of any weight has moved then.
+
+    :param clients: one per engine, on rank 0; empty elsewhere
+    """
+    group.together(lambda: adapter.make_readable(deadline), deadline, "the trainer's weights to be readable")
+    data = group.lead(
+        lambda: msgspec.msgpack.encode(_contexts(clients, adapter, settings, deadline)), deadline, "engine contexts"
+    )
+    contexts = _contexts_decoder.decode(data)
+    layout = group.together(
+        lambda: adapter.layout(contexts[0], settings.family), deadline, "every trainer rank's layout"
+    )
+    packed = group.gather(layout.pack(), deadline, "every trainer rank's layout")
+    made: list[Plan] = []
+
+    def make() -> bytes:
+        started = time.monotonic()
+        plan = _plan([Layout.unpack(p) for p in packed], contexts, clients, adapter, settings, deadline)
+        made.append(plan)
+        seconds = time.monotonic() - started
+        keys = tuple(new_key() for _ in clients)
+        _offer(plan, link, epoch, group, clients, keys, deadline)
+        worlds = tuple(e.world for e in plan.engines)
+        sent = tuple(plan.sent_bytes.tolist()) + (0,) * (group.size - len(plan.sent_bytes))
+        return msgspec.msgpack.encode(_Head(plan.manifest, plan.digest, seconds, sent, keys, worlds))
+
+    head = _head.decode(group.lead(make, deadline, "the plan"))
+    plan = made[0] if made else None
+    parts: list[bytes] = []
+    if plan is not None:
+        parts = [
+            msgspec.msgpack.encode([plan.send_program(e, rank).pack() for e in range(len(plan.engines))])
+            for rank in range(group.size)
+        ]
+    programs = [Program.unpack(p) for p in _parts.decode(group.scatter(parts, deadline, "this rank's program"))]
+    group.together(
+        lambda: _verify(programs, layout, head, group.name), deadline, "every trainer rank to prove its program"
+    )
+
+    def join() -> list[Leg]:
+        return _join(link, epoch, group, adapter, clients, settings, plugins, contexts, head, programs, deadline)
+
+    legs: list[Leg] = []
+    try:
+        legs = group.together(join, deadline, "every rank to join the link's groups")
+    except BaseException:
+        for leg in legs:
+            leg.close()
+        raise
+    return Attachment(epoch, head.digest, legs, head.seconds, head.sent, contexts, plan)
+
+
+def _contexts(
+    clients: Sequence[EngineClient], adapter: TrainingAdapter, settings: LinkSettings, deadline: Deadline
+) -> tuple[m.EngineContext, ...]:
+    """Every engine's context, checked against the trainer and one another before anything is built."""
+    replies, failures = fan_out(clients, lambda c: c.send(m.Describe(deadline.check("contexts")), deadline))
+    raise_failures(failures, "describe themselves")
+    contexts = []
+    for client in clients:
+        context = replies[client.name].context
+        if context is None:
+            raise EngineUnavailable("the engine did not describe itself", rank=client.name)
+        _check_context(client.name, context, adapter, settings)
+        contexts.append(context)
+    first = contexts[0]
+    for client, context in zip(clients, contexts, strict=True):
+        if (context.architecture, context.dtype) != (first.architecture, first.dtype):
+            raise ConfigError(
+                "the engines of one link must serve the same model in the same dtype",
+                rank=client.name,
+                expected=f"{first.architecture} in {first.dtype}",
+                found=f"{context.architecture} in {context.dtype}",
+            )
+    return tuple(contexts)
+
+
+def _check_context(name: str, context: m.EngineContext, adapter: TrainingAdapter, settings: LinkSettings) -> None:
+    if context.protocol != m.PROTOCOL:
+        raise ConfigError(
+            "the engine speaks another version of the protocol",
+            rank=name,
+            expected=m.PROTOCOL,
+            found=f"{context.protocol} (weightlink {context.weightlink_version})",
+            remedy="install the same weightlink on both sides",
+        )
+    if context.refusal:
+        raise ConfigError(f"the engine cannot be updated online: {context.refusal}", rank=name)
+    if context.device != adapter.device.type:
+        raise ConfigError(
+            "trainer and engine weights are on different kinds of device",
+            rank=name,
+            expected=adapter.device.type,
+            found=context.device,
+        )
+    if settings.wire.transport not in context.transports:
+        raise ConfigError(
+            "the engine does not have the link's transport",
+            rank=name,
+            expected=settings.wire.transport,
+            found=", ".join(context.transports) or "none",
+        )
+    if context.device == "cuda":
+        import torch
+
+        ours = ".".join(map(str, torch.cuda.nccl.version()))
+        theirs = context.versions.get("nccl", "unknown")
+        if theirs != ours:
+            raise ConfigError(
+                "trainer and engine have different NCCL versions", rank=name, expected=ours, found=theirs,
+                remedy="install the same torch, or the same nvidia-nccl wheel, on both sides",
+            )  # fmt: skip
+
+
+def _plan(
+    layouts: Sequence[Layout],
+    contexts: Sequence[m.EngineContext],
+    clients: Sequence[EngineClient],
+    adapter: TrainingAdapter,
+    settings: LinkSettings,
+    deadline: Deadline,
+) -> Plan:
+    manifest = merge_manifest(layouts)
+    request = m.Observe(deadline.check("layouts"), manifest, adapter.kind, settings.pause_mode)
+    replies, failures = fan_out(clients, lambda c: c.send(request, deadline))
+    raise_failures(failures, "describe their layouts")
+    engines = [
+        EngineLayouts(client.name, [Layout.unpack(data) for data in replies[client.name].layouts], context.owns_weights)
+        for client, context in zip(clients, contexts, strict=True)
+    ]
+    for engine, context in zip(engines, contexts, strict=True):
+        if len(engine.layouts) != context.world:
+            raise PlanMismatch(
+                "an engine answered with the wrong number of layouts",
+                rank=engine.name,
+                expected=context.world,
+                found=len(engine.layouts),
+            )
+    return build_plan(layouts, engines, settings.wire, ignore=settings.ignore)
+
+
+def _offer(
+    plan: Plan,
+    link: str,
+    epoch: int,
+    group: TrainerGroup,
+    clients: Sequence[EngineClient],
+    keys: Sequence[str],
+    deadline: Deadline,
+) -> None:
+    """Every engine rank proves its own program before any group is formed."""
+    numbers = {client.name: n for n, client in enumerate(clients)}
+
+    def offer(client: EngineClient) -> m.Reply:
+        number = numbers[client.name]
+        world = plan.engines[number].world
+        request = m.Attach(
+            deadline.check("the engines to accept the plan"),
+            link,
+            epoch,
+            group.host,
+            group.port,
+            keys[number],
+            group.size,
+            group.size + world,
+            plan.wire,
+            plan.digest,
+            tuple(plan.receive_program(number, rank).pack() for rank in range(world)),
+        )
+        return client.send(request, deadline)
+
+    _, failures = fan_out(clients, offer)
+    raise_failures(failures, "accept the plan")
+
+
+def _verify(programs: Sequence[Program], layout: Layout, head: _Head, rank: str) -> None:
+    """The sender's own proof: the program reads this rank's own regions, of the agreed manifest and plan."""
+    numbers = {spec.name: n for n, spec in enumerate(head.manifest)}
+    tensor_of = np.array([numbers[spec.name] for spec in layout.tensors], np.int64)
+    expected = manifest_digest(head.manifest)
+    for program in programs:
+        if (program.plan_digest, program.manifest_digest) != (head.digest, expected):
+            raise PlanMismatch("the program belongs to another plan", rank=rank)
+        verify_local(program, layout, tensor_of, rank=rank)
+
+
+def _join(
+    link: str,
+    epoch: int,
+    group: TrainerGroup,
+    adapter: TrainingAdapter,
+    clients: Sequence[EngineClient],
+    settings: LinkSettings,
+    plugins: PluginManager,
+    contexts: Sequence[m.EngineContext],
+    head: _Head,
+    programs: Sequence[Program],
+    deadline: Deadline,
+) -> list[Leg]:
+    """Form the groups, engines and trainer at the same time.
+
+    An engine that fails to join leaves the trainer's ranks waiting for it inside the group's constructor, which cannot
+    be interrupted. So they wait in a thread, and leave it behind when rank 0 hears of the failure."""
+    flag = f"join-failed/{epoch}"
+    failures: dict[str, ErrorInfo] = {}
+    legs: list[Leg] = []
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        _, failed = fan_out(clients, lambda c: c.send(m.Join(deadline.check("join"), link, epoch), deadline))
+        failures.update(failed)
+        if failed:
+            group.flag(flag)
+
+    def enter() -> None:
+        try:
+            transport = plugins.transport(settings.wire.transport)
+            host = group.host if group.rank == 0 else local_address_towards(group.host, group.port)
+            for number, program in enumerate(programs):
+                channel = transport.open(
+                    group.root,
+                    key=head.keys[number],
+                    rank=group.rank,
+                    size=group.size + head.worlds[number],
+                    host=host,
+                    device=adapter.device,
+                    wire=settings.wire,
+                    deadline=deadline,
+                )
+                try:
+                    handshake(channel, program, adapter.device, deadline)
+                except BaseException:
+                    channel.abort()
+                    channel.close()
+                    raise
+                name = clients[number].name if clients else f"engine {number}"
+                legs.append(Leg(name, channel, Sender(program, settings.wire, adapter.device)))
+        except Exception as error:  # noqa: BLE001 - handed to the thread that waits for this one
+            errors.append(error)
+
+    threads = [_start(enter)]
+    if group.rank == 0:
+        threads.append(_start(ask))
+    while any(thread.is_alive() for thread in threads):
+        for thread in threads:
+            thread.join(0.02)
+        if threads[0].is_alive() and group.flagged(flag):
+            break
+    if failures:
+        for leg in legs:
+            leg.close()
+        raise_failures(failures, "join the link's groups")
+    if group.flagged(flag):
+        for leg in legs:
+            leg.close()
+        return []  # rank 0 raises the engine's own error on every rank
+    if errors:
+        raise errors[0]
+    return legs
+
+
+def _start(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="weightlink-join", daemon=True)
+    thread.start()
+    return thread
+
+
+_contexts_decoder = msgspec.msgpack.Decoder(tuple[m.EngineContext, ...])
+_head = msgspec.msgpack.Decoder(_Head)
+_parts = msgspec.msgpack.Decoder(list[bytes])

@@ -1,0 +1,400 @@
+"""The engine's front process: one state machine per engine, and the gate that keeps foreign calls out of an update."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+import msgspec
+from weightlink.hooks import messages as m
+from weightlink.hooks.deadline import Deadline
+from weightlink.hooks.errors import (
+    ConflictError,
+    ErrorInfo,
+    UpdateFailed,
+    VersionError,
+    WeightlinkError,
+    describe,
+)
+from weightlink.hooks.settings import EngineSettings, PauseMode
+from weightlink.rank import Envelope, Poll, decode_answer, encode_command
+
+#: Seconds between two polls of the ranks: short at first, never above one, since the engine's health depends on it.
+POLL_FIRST, POLL_MOST = 0.002, 0.1
+
+
+class FrontPort(Protocol):
+    """What the state machine needs from the engine."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of the engine."""
+
+    @property
+    def paused(self) -> bool:
+        """Generation is paused, by whomever."""
+
+    async def ask(self, data: bytes) -> bytes:
+        """Deliver a command to every rank; rank 0's answer. Never waits for the command to finish."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause generation."""
+
+    async def resume(self) -> None:
+        """Continue generation."""
+
+    async def committed(self, version: int) -> None:
+        """Show ``version`` as the engine's weight version."""
+
+    def default_pause_mode(self) -> PauseMode:
+        """How this engine is paused when the caller does not care."""
+
+    def check_pause_mode(self, mode: PauseMode) -> None:
+        """Raises ``ConfigError`` when the engine cannot be updated safely under ``mode``."""
+
+    async def context(self) -> m.EngineContext:
+        """The engine's context, without ``state``, ``version`` and ``epoch``."""
+
+
+class EngineFront:
+    """State of one engine and the commands that change it. Used from one event loop.
+
+    :param port: the engine
+    :param settings: the engine's settings
+    :param owns_weights: the engine loaded a checkpoint itself; False after a dummy start
+    """
+
+    def __init__(self, port: FrontPort, settings: EngineSettings, *, owns_weights: bool) -> None:
+        self._port = port
+        self._settings = settings
+        self.owns_weights = owns_weights
+        self.state = m.EngineState.READY if owns_weights else m.EngineState.PENDING
+        self.version: int | None = None
+        self.epoch = 0
+        self.update = ""
+        self._link = ""
+        self._last_update = ""  # the committed one, so that a repeated commit is safe
+        self._update_version = 0
+        self._before = self.state  # to return to when an update ends before a byte was written
+        self._expires: Deadline | None = None
+        self._applied = False
+        self._failures: tuple[ErrorInfo, ...] = ()
+        self._ranks: tuple[m.RankStatus, ...] = ()
+        self._seq = int(time.time() * 1000) << 8  # never repeats over a front's restart within one engine
+        self._turn = asyncio.Lock()
+        self._moved = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        self._we_paused = False
+        self._paused_at = 0.0
+        self._pause_seconds = 0.0
+
+    # --- gates ------------------------------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> bool:
+        """Generation requests can be answered with committed weights."""
+        if self.state is m.EngineState.PENDING:
+            return self._settings.serve_unready
+        return self.state is not m.EngineState.DIRTY
+
+    def refusal(self, what: str) -> ConflictError | None:
+        """Why a control call that is not ours must not run now, or None."""
+        if self.state is m.EngineState.UPDATING:
+            return ConflictError(
+                f"{what} is refused while weightlink update {self.update} is open",
+                remedy="wait for the update to end; GET /weightlink/v1/status shows its state",
+            )
+        if self.state is m.EngineState.DIRTY:
+            return ConflictError(
+                f"{what} is refused: update {self.update} failed half way and the engine holds mixed weights",
+                remedy="push a full update from the trainer",
+            )
+        return None
+
+    def note_foreign_write(self, what: str) -> None:
+        """Weights changed by another path: what was known about them no longer holds."""
+        self.epoch += 1
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    async def handle(self, request: m.Request) -> m.Reply:
+        """Carry one request out. Never raises a :class:`WeightlinkError`: it is in the reply."""
+        deadline = Deadline.after(request.budget)
+        try:
+            if isinstance(request, m.Status):
+                return await self._status(request)
+            if isinstance(request, m.Describe):
+                return self._reply(context=await self._describe())
+            async with asyncio.timeout(deadline.remaining()):
+                await self._turn.acquire()
+            try:
+                return await self._exclusive(request, deadline)
+            finally:
+                self._turn.release()
+        except TimeoutError:
+            return self._reply(error=deadline.exceeded("the engine's earlier request to finish"))
+        except WeightlinkError as error:
+            return self._reply(error=error)
+
+    async def _exclusive(self, request: m.Request, deadline: Deadline) -> m.Reply:
+        if isinstance(request, m.Observe):
+            return await self._observe(request, deadline)
+        if isinstance(request, m.Attach):
+            return await self._attach(request, deadline)
+        if isinstance(request, m.Join):
+            return await self._join(request, deadline)
+        if isinstance(request, m.Prepare):
+            return await self._prepare(request, deadline)
+        if isinstance(request, m.Begin):
+            return await self._begin(request, deadline)
+        if isinstance(request, m.Commit):
+            return await self._commit(request, deadline)
+        if isinstance(request, m.Abort):
+            return await self._abort(request, deadline)
+        if isinstance(request, m.Detach):
+            return await self._detach(request, deadline)
+        raise ConflictError(f"unknown request {type(request).__name__}")
+
+    async def _describe(self) -> m.EngineContext:
+        context = await self._port.context()
+        return msgspec.structs.replace(
+            context, state=self.state, version=self.version, epoch=self.epoch, owns_weights=self.owns_weights
+        )
+
+    async def _observe(self, request: m.Observe, deadline: Deadline) -> m.Reply:
+        """Replay the loaders, under a short pause: a forward pass must not see what a replay does to attributes."""
+        self._refuse_open("observe")
+        mode = self._mode(request.pause_mode)
+        await self._pause(mode)
+        try:
+            replies = await self._command(request, deadline, "every rank's layout")
+        finally:
+            if self.state is not m.EngineState.DIRTY:
+                await self._resume()
+        return self._reply(layouts=tuple(reply.layout for reply in replies))
+
+    async def _attach(self, request: m.Attach, deadline: Deadline) -> m.Reply:
+        self._refuse_open("attach")
+        await self._command(request, deadline, "every rank to prove its part of the plan")
+        return self._reply()
+
+    async def _join(self, request: m.Join, deadline: Deadline) -> m.Reply:
+        self._refuse_open("join")
+        await self._command(request, deadline, "every rank to join the link's groups")
+        self._link = request.link
+        return self._reply()
+
+    async def _prepare(self, request: m.Prepare, deadline: Deadline) -> m.Reply:
+        if request.update == self._last_update:
+            return self._reply()
+        self._refuse_open("prepare")
+        if self.version is not None and request.version <= self.version:
+            raise VersionError(
+                "a version must be higher than the committed one",
+                expected=f"> {self.version}",
+                found=request.version,
+                remedy="push a higher version; the engine keeps serving the committed one",
+            )
+        await self._command(request, deadline, "every rank to accept the update")
+        return self._reply()
+
+    async def _begin(self, request: m.Begin, deadline: Deadline) -> m.Reply:
+        if self.update == request.update and self.state is m.EngineState.UPDATING:
+            return self._reply()
+        self._refuse_open("begin")
+        mode = self._mode(request.pause_mode)
+        pinned = m.Begin(request.budget, request.link, request.update, request.version, mode)
+        self._before = self.state
+        self.state, self.update, self._update_version = m.EngineState.UPDATING, request.update, request.version
+        self._applied, self._failures, self._ranks, self._expires = False, (), (), deadline
+        try:
+            await self._pause(mode)
+            await self._until_idle(pinned, deadline)
+            seq = await self._send(pinned, receive=True)
+        except BaseException as error:
+            await self._roll_back(request, describe(error))
+            raise
+        self._watch = asyncio.create_task(self._follow(seq, request, deadline))
+        return self._reply()
+
+    async def _until_idle(self, request: m.Begin, deadline: Deadline) -> None:
+        """Begin on every rank; a pause takes effect rank by rank, so a rank that is not idle yet is asked again."""
+        wait = POLL_FIRST
+        while True:
+            try:
+                await self._command(request, deadline, "every rank to be paused and idle")
+                return
+            except UpdateFailed as failed:
+                if deadline.expired or any(f.kind != ConflictError.__name__ for f in failed.failures):
+                    raise
+            await asyncio.sleep(wait)
+            wait = min(wait * 2, POLL_MOST)
+
+    async def _follow(self, seq: int, request: m.Begin, deadline: Deadline) -> None:
+        """Watch the receive work; it ends by the request's own deadline on every rank."""
+        try:
+            replies = await self._collect(seq, deadline, "every rank to receive the update", grace=5.0)
+            self._ranks = tuple(reply.status for reply in replies)
+            self._failures = tuple(s.error for s in self._ranks if s.error is not None)
+        except WeightlinkError as error:
+            self._failures = (error.info(),)
+        self._applied = not self._failures
+        if self._failures:
+            written = not self._ranks or any(status.written for status in self._ranks)
+            if written:
+                self.state = m.EngineState.DIRTY
+            else:
+                await self._roll_back(request, self._failures[0])
+        self._moved.set()
+
+    async def _roll_back(self, request: m.Begin, why: ErrorInfo) -> None:
+        """End an update of which nothing was written: the engine serves its old version again."""
+        abort = m.Abort(5.0, request.link, request.update, why.message)
+        try:
+            replies = await self._command(abort, Deadline.after(5.0), "every rank to give the update up")
+        except WeightlinkError as error:
+            self._failures = (*self._failures, error.info())
+            self.state = m.EngineState.DIRTY
+            return
+        if any(reply.status.written for reply in replies):
+            self.state = m.EngineState.DIRTY
+            return
+        self.state = self._before
+        if self.state is not m.EngineState.DIRTY:
+            await self._resume()
+
+    async def _commit(self, request: m.Commit, deadline: Deadline) -> m.Reply:
+        if request.update == self._last_update:
+            return self._reply()
+        if self.update != request.update or not self._applied or self.state is not m.EngineState.UPDATING:
+            raise ConflictError(
+                f"update {request.update} cannot be committed",
+                expected="an update that every rank has applied",
+                found=f"update {self.update or 'none'}, engine {self.state}",
+            )
+        try:
+            await self._command(request, deadline, "every rank to commit")
+        except WeightlinkError:
+            self.state = m.EngineState.DIRTY
+            raise
+        self.version, self._last_update = self._update_version, request.update
+        self.owns_weights = True
+        self.state = m.EngineState.READY
+        await self._port.committed(self._update_version)
+        await self._resume()
+        return self._reply()
+
+    async def _abort(self, request: m.Abort, deadline: Deadline) -> m.Reply:
+        if self.update != request.update or self.state is not m.EngineState.UPDATING:
+            return self._reply()
+        replies = await self._command(request, deadline, "every rank to give the update up")
+        if self._watch is not None:
+            await self._watch
+        if self._applied or any(reply.status.written for reply in replies):
+            self.state = m.EngineState.DIRTY
+        elif self.state is m.EngineState.UPDATING:
+            self.state = self._before
+            await self._resume()
+        self._moved.set()
+        return self._reply()
+
+    async def _detach(self, request: m.Detach, deadline: Deadline) -> m.Reply:
+        if self._link == request.link:
+            self._refuse_open("detach")
+            await self._command(request, deadline, "every rank to leave the link")
+            self._link = ""
+        return self._reply()
+
+    async def _status(self, request: m.Status) -> m.Reply:
+        if request.wait > 0 and self.state is m.EngineState.UPDATING and not self._applied:
+            self._moved.clear()
+            try:
+                async with asyncio.timeout(request.wait):
+                    await self._moved.wait()
+            except TimeoutError:
+                return self._reply()
+        return self._reply()
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _mode(self, asked: PauseMode | None) -> PauseMode:
+        mode = asked or self._port.default_pause_mode()
+        self._port.check_pause_mode(mode)
+        return mode
+
+    def _refuse_open(self, what: str) -> None:
+        """An open update blocks everything but its own end; one whose deadline passed long ago is given up."""
+        if self.state is not m.EngineState.UPDATING:
+            return
+        if self._expires is not None and self._expires.expired and (self._watch is None or self._watch.done()):
+            self.state = m.EngineState.DIRTY
+            return
+        raise ConflictError(
+            f"{what} is refused while update {self.update} is open",
+            remedy="wait for it, or abort it",
+        )
+
+    async def _pause(self, mode: PauseMode) -> None:
+        if not self._port.paused:
+            await self._port.pause(mode)
+            self._we_paused = True
+            self._paused_at = time.monotonic()
+
+    async def _resume(self) -> None:
+        if self._we_paused:
+            await self._port.resume()
+            self._we_paused = False
+            self._pause_seconds = time.monotonic() - self._paused_at
+
+    async def _send(self, request: m.Request, *, receive: bool = False) -> int:
+        self._seq += 1
+        await self._port.ask(encode_command(Envelope(self._seq, request, receive)))
+        return self._seq
+
+    async def _command(self, request: m.Request, deadline: Deadline, what: str) -> list[m.RankReply]:
+        """Run a request on every rank; raises :class:`UpdateFailed` listing each failed rank."""
+        replies = await self._collect(await self._send(request), deadline, what)
+        failures = tuple(reply.status.error for reply in replies if reply.status.error is not None)
+        if failures:
+            name = type(request).__name__.lower()
+            raise UpdateFailed(f"{len(failures)} of {len(replies)} ranks failed to {name}", failures=failures)
+        return replies
+
+    async def _collect(self, seq: int, deadline: Deadline, what: str, grace: float = 0.0) -> list[m.RankReply]:
+        """Poll until every rank has answered. ``grace`` lets ranks that share the deadline report it themselves."""
+        wait, last = POLL_FIRST, time.monotonic() + deadline.remaining() + grace
+        poll = encode_command(Poll(seq))
+        while True:
+            answer = decode_answer(await self._port.ask(poll))
+            if answer.seq == seq and answer.replies:
+                return [
+                    m.RankReply(status=m.unpack_status(r[: m.STATUS_BYTES]), layout=r[m.STATUS_BYTES :])
+                    for r in answer.replies
+                ]
+            if time.monotonic() > last:
+                raise deadline.exceeded(what)
+            await asyncio.sleep(wait)
+            wait = min(wait * 1.5, POLL_MOST)
+
+    def _reply(
+        self,
+        *,
+        error: WeightlinkError | None = None,
+        context: m.EngineContext | None = None,
+        layouts: tuple[bytes, ...] = (),
+    ) -> m.Reply:
+        failures = error.failures if isinstance(error, UpdateFailed) else self._failures
+        return m.Reply(
+            state=self.state,
+            version=self.version,
+            update=self.update,
+            epoch=self.epoch,
+            applied=self._applied,
+            error=error.info() if error is not None else None,
+            failures=failures,
+            context=context,
+            layouts=layouts,
+            ranks=self._ranks,
+            pause_seconds=self._pause_seconds,
+        )

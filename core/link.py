@@ -1,0 +1,215 @@
+"""The public API: :func:`connect` and :class:`Link`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from weightlink.attach import Attachment, attach
+from weightlink.client import EngineClient, fan_out, raise_failures
+from weightlink.group import TrainerGroup
+from weightlink.hooks import messages as m
+from weightlink.hooks.deadline import Deadline
+from weightlink.hooks.errors import ConfigError, PlanMismatch, WeightlinkError, describe
+from weightlink.hooks.manager import PluginManager
+from weightlink.hooks.settings import LinkSettings, WireSettings
+from weightlink.rendezvous import local_address_towards
+from weightlink.report import UpdateReport
+from weightlink.update import Update, failure
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from weightlink.hooks.protocols import TrainingAdapter
+
+_CLOSE_SECONDS = 30.0
+
+
+def connect(
+    model: object,
+    engines: Sequence[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+    plugins: PluginManager | None = None,
+    **settings: Any,
+) -> Link:
+    """Connect a trainer's model to running engines. Collective: every trainer rank calls it with equal arguments.
+
+    :param model: a Megatron-Core module or a list of model chunks, or whatever an installed plugin knows
+    :param engines: base URLs of engines that run with weightlink
+    :param group: the trainer's ranks; the default process group if None, this process alone if there is none
+    :param settings: fields of :class:`LinkSettings` (``timeout``, ``token``, ``host``, ``pause_mode``, ``strict``,
+        ``min_engines``, ``family``, ``ignore``) and of :class:`WireSettings` (``transport``, ``bucket_bytes``,
+        ``direct_bytes``, ``max_peers``)
+    :raises WeightlinkError: the same on every rank; no weight has been changed then
+    """
+    chosen = _settings(settings)
+    names = [str(engine) for engine in engines]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError("engines must be a non-empty list of different URLs", found=names)
+    deadline = Deadline.after(chosen.timeout)
+    manager = plugins or PluginManager()
+    link = Link(model, names, group, chosen, manager, deadline)
+    link._attach(deadline)
+    return link
+
+
+def _settings(values: dict[str, Any]) -> LinkSettings:
+    wire = {name: values.pop(name) for name in WireSettings.__struct_fields__ if name in values}
+    unknown = sorted(set(values) - set(LinkSettings.__struct_fields__))
+    if unknown:
+        known = sorted({*LinkSettings.__struct_fields__, *WireSettings.__struct_fields__} - {"wire"})
+        raise ConfigError(f"unknown setting {unknown[0]!r}", expected=", ".join(known))
+    try:
+        return msgspec.convert({**values, **({"wire": wire} if wire else {})}, LinkSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"invalid setting: {error}") from error
+
+
+class Link:
+    """One trainer connected to one or more engines. Every method is collective over the trainer's ranks.
+
+    Use as a context manager, or call :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        engines: Sequence[str],
+        group: dist.ProcessGroup | None,
+        settings: LinkSettings,
+        plugins: PluginManager,
+        deadline: Deadline,
+    ) -> None:
+        self.id = secrets.token_hex(8)
+        self.settings = settings
+        self.version: int | None = None
+        self._engines = tuple(engines)
+        self._plugins = plugins
+        self._epoch = 0
+        self._attachment: Attachment | None = None
+        self._closed = False
+        self._clients: list[EngineClient] = []
+        # Errors in what follows are each rank's own until the group exists; then they are everybody's.
+        self._group = TrainerGroup.form(group, lambda: self._host(settings), deadline)
+        self._adapter: TrainingAdapter = self._group.together(
+            lambda: self._start(model, settings), deadline, "every trainer rank to start the link"
+        )
+        first = self._group.broadcast(self.id.encode(), deadline, "the link's id")
+        self.id = first.decode()
+
+    def _host(self, settings: LinkSettings) -> str:
+        if settings.host is not None:
+            return settings.host
+        client = EngineClient(self._engines[0], None)
+        client.close()
+        return local_address_towards(client.host, client.port)
+
+    def _start(self, model: object, settings: LinkSettings) -> TrainingAdapter:
+        if self._group.rank == 0:
+            self._clients = [EngineClient(url, settings.token) for url in self._engines]
+        return self._plugins.training_adapter(model)
+
+    def _attach(self, deadline: Deadline) -> None:
+        self._epoch += 1
+        if self._attachment is not None:
+            self._attachment.close()
+            self._attachment = None
+        self._attachment = attach(
+            link=self.id,
+            epoch=self._epoch,
+            group=self._group,
+            adapter=self._adapter,
+            clients=self._clients,
+            settings=self.settings,
+            plugins=self._plugins,
+            deadline=deadline,
+        )
+
+    def push(self, version: int, *, timeout: float | None = None) -> UpdateReport:
+        """Send the resident weights to every engine as version ``version``, in one transaction.
+
+        :param version: higher than the engines' committed version
+        :param timeout: seconds for this push; the link's own timeout if None
+        :returns: the update's record, equal on every rank
+        :raises UpdateFailed: an engine did not commit; it is unready until the next push, which heals it
+        :raises WeightlinkError: the update was refused; every engine serves its old version
+        """
+        if self._closed:
+            raise ConfigError("the link is closed")
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise ConfigError("a version is a non-negative integer", found=repr(version))
+        deadline = Deadline.after(timeout if timeout is not None else self.settings.timeout)
+        if self._attachment is None:
+            self._attach(deadline)
+        attachment = self._attachment
+        if attachment is None:
+            raise PlanMismatch("the link has no plan")
+        update = Update(
+            link=self.id,
+            group=self._group,
+            adapter=self._adapter,
+            clients=self._clients,
+            settings=self.settings,
+            attachment=attachment,
+            version=version,
+            deadline=deadline,
+        )
+        self._event("started", update=update.id, version=version)
+        try:
+            outcome = update.run()
+        except WeightlinkError as error:
+            if update.touched:
+                self._drop()
+            self._event("failed", update=update.id, version=version, error=describe(error))
+            raise
+        except BaseException:
+            self._drop()
+            raise
+        if outcome.report.failures:
+            self._drop()
+        if outcome.error:
+            failed = failure(outcome)
+            self._event("failed", update=update.id, version=version, error=describe(failed))
+            raise failed
+        self.version = version
+        self._event("committed", update=update.id, version=version, report=outcome.report)
+        return outcome.report
+
+    def _drop(self) -> None:
+        """Groups that failed once are not used again: the next push forms new ones, under a new epoch."""
+        if self._attachment is not None:
+            self._attachment.close()
+            self._attachment = None
+
+    def _event(self, event: str, **fields: Any) -> None:
+        if self._group.rank == 0:
+            self._plugins.update_event(event, link=self.id, **fields)
+
+    def close(self) -> None:
+        """Leave the engines and tear every group down. Safe to repeat; raises if an engine could not be told."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = Deadline.after(min(self.settings.timeout, _CLOSE_SECONDS))
+        self._drop()
+        _, failures = fan_out(self._clients, lambda c: c.send(m.Detach(deadline.remaining() or 0.1, self.id), deadline))
+        for client in self._clients:
+            client.close()
+        self._group.close(deadline)
+        raise_failures(failures, "leave the link")
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except WeightlinkError as failed:
+            if error is None:
+                raise
+            error.add_note(f"closing the link failed too: {failed}")

@@ -1,0 +1,375 @@
+"""One engine rank: the state of its link and an owner thread that does everything that may block.
+
+The engine's main thread calls :meth:`EngineRank.handle`, which never blocks and never raises. Results go to the
+:class:`~weightlink.board.Board`, where rank 0 picks them up when the front process polls.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+from weightlink.hooks import messages as m
+from weightlink.hooks.deadline import Deadline
+from weightlink.hooks.errors import ConflictError, ErrorInfo, PlanMismatch, WeightlinkError, describe
+from weightlink.hooks.manager import PluginManager
+from weightlink.program import Program, verify_receive
+from weightlink.rendezvous import connect, local_address_towards
+from weightlink.wire import Receiver, handshake
+
+if TYPE_CHECKING:
+    from weightlink.board import Board
+    from weightlink.hooks.geometry import Layout
+    from weightlink.hooks.protocols import Channel, InferenceAdapter
+
+
+class Envelope(msgspec.Struct, frozen=True, tag=True):
+    """A command for every rank. ``receive`` starts the receive work of the update that was begun."""
+
+    seq: int
+    request: m.Request
+    receive: bool = False
+
+
+class Poll(msgspec.Struct, frozen=True, tag=True):
+    """Asks rank 0 whether every rank has answered ``seq``."""
+
+    seq: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Rank 0's answer: the packed :class:`RankReply` of every rank, or none yet."""
+
+    seq: int
+    replies: tuple[bytes, ...] = ()
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_commands = msgspec.msgpack.Decoder(Envelope | Poll)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+def encode_command(command: Envelope | Poll) -> bytes:
+    """A command as bytes for the engine's control path."""
+    return _encode(command)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Rank 0's answer."""
+    return _answers.decode(data)
+
+
+@dataclass
+class _Link:
+    """One epoch of a link on this rank."""
+
+    id: str
+    epoch: int
+    plan_digest: str
+    channel: Channel
+    receiver: Receiver
+
+
+@dataclass
+class _Update:
+    """The update that is open on this rank."""
+
+    id: str
+    version: int
+    mode: str
+    step: str = "begun"
+    phases: m.Phases = field(default_factory=m.Phases)
+
+
+class EngineRank:
+    """The weightlink side of one engine rank.
+
+    :param adapter: the engine's model on this rank
+    :param board: where answers are left
+    :param plugins: transports come from here; a fresh manager if None
+    """
+
+    def __init__(self, adapter: InferenceAdapter, board: Board, plugins: PluginManager | None = None) -> None:
+        self._adapter = adapter
+        self._board = board
+        self._plugins = plugins or PluginManager()
+        self._place = adapter.place
+        self._layout: Layout | None = None
+        self._link: _Link | None = None
+        self._offer: tuple[m.Attach, Program] | None = None  # proven, groups not formed yet
+        self._update: _Update | None = None
+        self._session = False  # destinations are in the load layout: begin() ran, finish() did not
+        self._written = False  # a resident weight may differ from the committed version
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._pending = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._own, name="weightlink-owner", daemon=True)
+        self._thread.start()
+
+    # --- main thread ------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Work is queued, running, or an update is open: a paused engine need not spin."""
+        return self._pending > 0 or self._update is not None
+
+    def handle(self, data: bytes) -> bytes:
+        """Take a command; returns at once. Only rank 0's return value is used."""
+        command = _commands.decode(data)
+        if isinstance(command, Poll):
+            replies = self._board.collect(command.seq) if self._board.rank == 0 else None
+            return _encode(Answer(command.seq, tuple(replies or ())))
+        request = command.request
+        if isinstance(request, m.Commit):
+            self._run(command.seq, lambda: self._commit(request))
+        elif isinstance(request, m.Begin) and not command.receive:
+            self._begin_in_main(command.seq, request)
+        else:
+            if isinstance(request, m.Abort) and self._link is not None and self._holds(request):
+                self._link.channel.abort()  # now, from this thread: the owner thread may be waiting in it
+            self._enqueue(command.seq, command)
+        return _encode(Answer(command.seq))
+
+    def _begin_in_main(self, seq: int, request: m.Begin) -> None:
+        """Only the main thread can tell that no batch is running; what follows may block."""
+        try:
+            self._adapter.require_idle(request.pause_mode or "retract")
+        except WeightlinkError as error:
+            self._post(seq, error=describe(error, rank=str(self._place)))
+            return
+        self._enqueue(seq, Envelope(seq, request))
+
+    def _enqueue(self, seq: int, command: Envelope) -> None:
+        work = self._work_for(command)
+        with self._lock:
+            self._pending += 1
+        self._jobs.put(lambda: self._run(seq, work))
+
+    # --- owner thread -----------------------------------------------------------------------------------------------
+
+    def _own(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            finally:
+                with self._lock:
+                    self._pending -= 1
+
+    def _run(self, seq: int, work: Callable[[], bytes]) -> None:
+        """Run one command and leave its result, or its error, on the board."""
+        try:
+            layout = work()
+        except Exception as error:
+            if not isinstance(error, WeightlinkError):
+                import logging
+
+                logging.getLogger("weightlink").exception("unexpected error on %s", self._place)
+            self._post(seq, error=describe(error, rank=str(self._place)))
+        else:
+            self._post(seq, layout=layout)
+
+    def _post(self, seq: int, *, error: ErrorInfo | None = None, layout: bytes = b"") -> None:
+        update = self._update
+        status = m.RankStatus(
+            rank=self._place.rank,
+            seq=seq,
+            update=update.id if update else "",
+            step=update.step if update else "idle",
+            written=self._written,
+            phases=update.phases if update else m.Phases(),
+            error=error,
+        )
+        self._board.post(seq, m.pack_status(status) + layout)
+
+    def _work_for(self, command: Envelope) -> Callable[[], bytes]:
+        request = command.request
+        if isinstance(request, m.Observe):
+            return lambda: self._observe(request)
+        if isinstance(request, m.Attach):
+            return lambda: self._attach(request)
+        if isinstance(request, m.Join):
+            return lambda: self._join(request)
+        if isinstance(request, m.Prepare):
+            return lambda: self._prepare(request)
+        if isinstance(request, m.Begin):
+            return (lambda: self._receive(request)) if command.receive else (lambda: self._begin(request))
+        if isinstance(request, m.Abort):
+            return lambda: self._abort(request)
+        if isinstance(request, m.Detach):
+            return lambda: self._detach(request)
+        raise PlanMismatch("not a command for ranks", found=type(request).__name__)
+
+    def _observe(self, request: m.Observe) -> bytes:
+        self._layout = self._adapter.observe(request.tensors, request.layout_kind)
+        return self._layout.pack()
+
+    def _attach(self, request: m.Attach) -> bytes:
+        """Prove the offered program before anything is opened: whatever is wrong shows without a wait."""
+        layout = self._layout
+        if layout is None:
+            raise PlanMismatch("attach before observe", rank=str(self._place), remedy="connect again")
+        if request.world != request.trainers + self._place.world or len(request.programs) != self._place.world:
+            raise PlanMismatch(
+                "the link's world size does not match this engine",
+                rank=str(self._place),
+                expected=f"{request.trainers} trainer ranks + {self._place.world} engine ranks",
+                found=f"world {request.world} with {len(request.programs)} programs",
+                remedy="connect again: the engine was restarted with another size, or the plan is another engine's",
+            )
+        program = Program.unpack(request.programs[self._place.rank])
+        verify_receive(
+            program,
+            layout,
+            plan_digest=request.plan_digest,
+            rank=str(self._place),
+            owns_weights=self._adapter.context().owns_weights,
+        )
+        self._offer = (request, program)
+        return b""
+
+    def _join(self, request: m.Join) -> bytes:
+        offer, program = self._offer or (None, None)
+        if offer is None or program is None or (offer.link, offer.epoch) != (request.link, request.epoch):
+            raise ConflictError(f"link {request.link} epoch {request.epoch} was not attached", rank=str(self._place))
+        self._close_link()
+        deadline = Deadline.after(request.budget)
+        channel = self._plugins.transport(offer.wire.transport).open(
+            connect(offer.host, offer.port, deadline),
+            key=offer.key,
+            rank=offer.trainers + self._place.rank,
+            size=offer.world,
+            host=local_address_towards(offer.host, offer.port),
+            device=self._adapter.device,
+            wire=offer.wire,
+            deadline=deadline,
+        )
+        try:
+            handshake(channel, program, self._adapter.device, deadline)
+        except BaseException:
+            channel.abort()
+            channel.close()
+            raise
+        receiver = Receiver(program, offer.wire, self._adapter.device)
+        self._link = _Link(offer.link, offer.epoch, offer.plan_digest, channel, receiver)
+        self._offer = None
+        return b""
+
+    def _prepare(self, request: m.Prepare) -> bytes:
+        link = self._require_link(request.link)
+        if (link.epoch, link.plan_digest) != (request.epoch, request.plan_digest):
+            raise PlanMismatch(
+                "the rank holds another plan",
+                rank=str(self._place),
+                expected=f"epoch {request.epoch}, plan {request.plan_digest[:12]}",
+                found=f"epoch {link.epoch}, plan {link.plan_digest[:12]}",
+                remedy="push again: the link re-forms its groups",
+            )
+        if self._layout is not None:
+            self._adapter.tensors(self._layout.params)
+        return b""
+
+    def _begin(self, request: m.Begin) -> bytes:
+        self._require_link(request.link)
+        if self._update is not None and self._update.id != request.update and not self._written:
+            raise ConflictError(f"update {self._update.id} is open", rank=str(self._place))
+        self._adapter.synchronize()  # the last forward may still be running on a stream of its own
+        if not self._session:
+            self._adapter.begin()
+            self._session = True
+        self._update = _Update(request.update, request.version, request.pause_mode or "retract")
+        return b""
+
+    def _receive(self, request: m.Begin) -> bytes:
+        """Transfer, copy, synchronize, then the control barrier; then the engine's post-load processing."""
+        link, update, layout = self._require_link(request.link), self._update, self._layout
+        if update is None or update.id != request.update or layout is None:
+            raise ConflictError(f"update {request.update} was not begun", rank=str(self._place))
+        deadline = Deadline.after(request.budget)
+        started = time.monotonic()
+        try:
+            link.channel.barrier(f"every rank to be ready for update {update.id}", deadline)
+            ready = time.monotonic()
+            update.step = "receiving"
+            self._written = True
+            moved = link.receiver.run(self._adapter.tensors(layout.params), link.channel, update.id, deadline)
+            self._adapter.synchronize()
+            link.channel.barrier(f"every rank to have applied update {update.id}", deadline)
+            arrived = time.monotonic()
+            link.receiver.check()
+            self._adapter.finish()
+            self._session = False
+            self._adapter.synchronize()
+        except BaseException:
+            # Nothing can be received over a channel that stopped half way: peers must notice, now.
+            link.channel.abort()
+            raise
+        update.step = "applied"
+        update.phases = m.Phases(
+            wait=ready - started,
+            wire=arrived - ready - moved.apply,
+            apply=moved.apply,
+            finalize=time.monotonic() - arrived,
+            bytes=moved.bytes,
+        )
+        return b""
+
+    def _commit(self, request: m.Commit) -> bytes:
+        """Main thread: the scheduler's own structures are touched."""
+        update = self._update
+        if update is None or update.id != request.update or update.step not in ("applied", "committed"):
+            raise ConflictError(
+                f"update {request.update} cannot be committed",
+                rank=str(self._place),
+                expected="an applied update",
+                found=f"update {update.id}, {update.step}" if update else "no open update",
+            )
+        if update.step == "applied":
+            self._adapter.commit(update.version, flush=update.mode != "in_place")
+            update.step = "committed"
+        self._written = False
+        self._update = None
+        return b""
+
+    def _abort(self, request: m.Abort) -> bytes:
+        """Queued behind whatever the owner thread does: when this is answered, the thread is free."""
+        if self._holds(request):
+            self._close_link()
+        if self._session and not self._written:
+            self._adapter.finish()  # nothing arrived: back to the layout that the engine serves with
+            self._session = False
+        self._update = None
+        return b""
+
+    def _detach(self, request: m.Detach) -> bytes:
+        if self._link is not None and self._link.id == request.link:
+            self._close_link()
+        return b""
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _holds(self, request: m.Abort) -> bool:
+        return self._link is not None and self._link.id == request.link
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.channel.close()
+            self._link = None
+
+    def _require_link(self, link: str) -> _Link:
+        if self._link is None or self._link.id != link:
+            raise ConflictError(
+                f"link {link} is not attached",
+                rank=str(self._place),
+                found=f"link {self._link.id}" if self._link else "no link",
+                remedy="push again: the link re-forms its groups",
+            )
+        return self._link
+
+    def close(self) -> None:
+        """Stop the owner thread once its queue is empty."""
+        self._jobs.put(None)

@@ -1,0 +1,23 @@
+"""The control request on SGLang's own path from the front process to every scheduler: our message as one field."""
+
+from __future__ import annotations
+
+from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
+
+
+class WeightlinkReqInput(BaseReq, kw_only=True):  # type: ignore[misc]
+    """A command. ``seq`` comes back in the reply; empty ``data`` asks for the engine's context."""
+
+    seq: int
+    data: bytes
+
+
+class WeightlinkReqOutput(BaseReq, kw_only=True):  # type: ignore[misc]
+    """The answer of engine rank 0."""
+
+    seq: int
+    data: bytes
+
+
+# SGLang decodes a closed set of types when it does not use pickle (SGLANG_USE_PICKLE_IPC=0).
+hook_custom_types(WeightlinkReqInput, WeightlinkReqOutput)

@@ -1,0 +1,32 @@
+"""Leaves every rank's weight checksums in ``$WEIGHTLINK_TEST_CHECKSUMS/RANK.json``: SGLang answers for stage 0 only."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FOLDER = "WEIGHTLINK_TEST_CHECKSUMS"
+
+
+def register() -> None:
+    """Entry point of the group ``sglang.srt.plugins``; does nothing unless the folder is given."""
+    if os.environ.get(FOLDER):
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        target = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
+        HookRegistry.register(target, write, HookType.AFTER)
+
+
+def write(payload: dict[str, Any] | None, _runner: object, *_args: object, **_kwargs: object) -> None:
+    """After ``ModelRunner.check_weights``: the file appears whole or not at all."""
+    if payload is None:
+        return
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    file = Path(os.environ[FOLDER]) / f"{parallel.pp_rank * parallel.tp_size + parallel.tp_rank}.json"
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(payload["checksums"]))
+    part.rename(file)
