@@ -241,6 +241,10 @@ def _to(owner: Affine, lo: Sequence[int]) -> int:
 
 def compose(view: Affine, piece: Affine) -> list[Affine]:
     """``view.to -> piece.to`` over the addresses that both have. Raises :class:`TooComplex`."""
+    if len(piece.dims) == 1 and piece.dims[0][1:] == (1, 1):
+        low, high = view.bounds()
+        if piece.at <= low and high < piece.at + piece.dims[0][0]:
+            return [Affine(view.to, piece.to + view.at - piece.at, tuple((n, to, at) for n, at, to in view.dims))]
     return [
         Affine(
             _to(view, pair.a_lo),

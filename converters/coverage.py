@@ -106,6 +106,15 @@ def _index(lo: Int64) -> list[int]:
     return values
 
 
+def may_own(layout: Layout, owns_weights: bool) -> list[int]:
+    """Parameters that the engine's loader never touches, and whose content is the engine's own business.
+
+    :param owns_weights: the engine loaded a checkpoint itself; otherwise only what it computes itself is valid
+    """
+    touched = {*layout.regions.param.tolist(), *layout.fills.param.tolist()}
+    return [n for n, p in enumerate(layout.params) if n not in touched and (owns_weights or not p.loaded)]
+
+
 def prove_destination(
     params: Sequence[ParamSpec],
     param: Int64,

@@ -92,21 +92,23 @@ def read_layout(
     :raises LayoutError: for an entry that cannot be read in place (quantised, released, a copy with stacked axes) or
         whose rows do not match its rule
     """
-    listed = list(shards)
-    matches = {shard.key: family.match(shard.key) for shard in listed}
-    missing = sorted(key for key, match in matches.items() if match is None)
+    known: list[tuple[Shard, Match]] = []
+    missing: set[str] = set()
+    for shard in shards:
+        match = family.match(shard.key)
+        if match is None:
+            missing.add(shard.key)
+        else:
+            known.append((shard, match))
     if missing:
-        raise family.unknown(missing, rank=rank)
+        raise family.unknown(sorted(missing), rank=rank)
     tensors: dict[str, TensorSpec] = {}
     index: dict[str, int] = {}
     params: list[ParamSpec] = []
     live: list[torch.Tensor] = []
     storages: dict[int, int] = {}
     regions = RegionBuilder()
-    for shard in listed:
-        match = matches[shard.key]
-        if match is None:
-            continue
+    for shard, match in known:
         data = _readable(shard, rank)
         place = data.untyped_storage().data_ptr()
         params.append(

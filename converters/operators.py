@@ -1,4 +1,4 @@
-"""What a weight loader's operators do to the elements of their inputs: which only move them, which write, which compute.
+"""What a weight loader's operators do to the elements of their inputs: move them, write them, or compute.
 
 An operator without a rule of its own gets one from its schema; whatever is not known to be pure movement counts as
 computing.
@@ -37,19 +37,31 @@ def span(tensor: torch.Tensor) -> Affine:
     )
 
 
-Moves = Callable[[Args, Kwargs, torch.Tensor], Iterable[Any]]
+Moves = Callable[[Args, Kwargs, torch.Tensor], Iterable[Copy | Fill]]
+Constant = Callable[[Args, Kwargs], float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
+    """How one operator is treated.
+
+    :param kind: ``view``, ``make`` (returns new memory), ``write``, ``fresh`` (wraps memory made outside the
+        dispatcher), ``number`` (a tensor's value as a Python number) or ``decompose`` (made of other operators)
+    :param moves: for ``make``: the copies and fills that give the result, once its shape and strides are known
+    :param constant: for ``make``: the value that every element of the result has, None if it has none
+    :param writes: for ``write``: element-wise assignments ``(target, source)``; None if the operator computes
+    :param targets: for ``write``: the tensors that it writes
+    """
+
     kind: str
     moves: Moves | None = None
-    constant: Callable[[Args, Kwargs], float | None] | None = None
+    constant: Constant | None = None
     writes: Callable[[Args], Iterable[tuple[torch.Tensor, torch.Tensor | float]]] | None = None
     targets: Callable[[Args, Kwargs], Iterable[torch.Tensor]] = lambda args, kwargs: ()
 
 
-def tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def tensors(args: Iterable[Any], kwargs: Kwargs) -> Iterator[torch.Tensor]:
+    """Every tensor among an operator's arguments, also inside lists."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             yield value
@@ -57,16 +69,16 @@ def tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Te
             yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
-def _without_data(value: Any) -> Any:
+def without_data(value: Any) -> Any:
     """``value`` with every tensor replaced by one that has no data."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta":
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, list | tuple):
-        return type(value)(_without_data(item) for item in value)
+        return type(value)(without_data(item) for item in value)
     if isinstance(value, dict):
-        return {name: _without_data(item) for name, item in value.items()}
+        return {name: without_data(item) for name, item in value.items()}
     return value
 
 
@@ -114,12 +126,11 @@ def _pad(args: Args, kwargs: Kwargs, out: torch.Tensor) -> Iterator[Copy | Fill]
 
 def _select(source: torch.Tensor, dim: int, index: torch.Tensor, out: torch.Tensor) -> Iterator[Copy]:
     """``out`` takes the entries ``index`` of ``source`` along ``dim``; the index has one dimension and real values."""
-    if index.device.type == "meta" or index.dim() > 1:
+    if index.device.type == "meta" or index.dtype in (torch.bool, torch.uint8):
         raise TooComplex
-    chosen = index.nonzero().reshape(-1) if index.dtype in (torch.bool, torch.uint8) else index.reshape(-1)
     length = source.shape[dim]
     at = 0
-    for first, count, step in affine.runs([i % length for i in chosen.tolist()]):
+    for first, count, step in affine.runs([i % length for i in index.reshape(-1).tolist()]):
         target = out.narrow(dim, at, count)
         stride = source.stride(dim)
         dims = [
@@ -167,7 +178,7 @@ def _repeat(args: Args, kwargs: Kwargs, out: torch.Tensor) -> Iterator[Copy]:
     yield source, Affine(source.storage_offset(), out.storage_offset(), tuple(d for d in dims if d[0] != 1))
 
 
-def _constant(position: int) -> Callable[[Args, Kwargs], float | None]:
+def _constant(position: int) -> Constant:
     def value(args: Args, kwargs: Kwargs) -> float | None:
         found = args[position] if len(args) > position else kwargs["fill_value"]
         return float(found) if not isinstance(found, complex) else None
@@ -191,7 +202,7 @@ def _moving(moves: Moves) -> Rule:
     return Rule("make", moves=moves)
 
 
-def _making(constant: Callable[[Args, Kwargs], float | None]) -> Rule:
+def _making(constant: Constant) -> Rule:
     return Rule("make", constant=constant)
 
 
@@ -239,14 +250,14 @@ def rule_of(func: Any) -> Rule:
     if schema is None:
         raise NotImplementedError(f"{func} has no schema to tell what it writes")
     written = [
-        (position, argument.name, argument.kwarg_only)
+        (position, argument.name)
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     if written:
 
         def targets(args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
-            for position, name, _ in written:
+            for position, name in written:
                 value = args[position] if position < len(args) else kwargs.get(name)
                 yield from tensors((value,), {})
 

@@ -1,15 +1,16 @@
 """Where the elements of a tensor come from, followed through the operators of a weight loader.
 
 A :class:`Tracker` is a dispatch mode. Tensors without data stand for checkpoint tensors; every storage that the loader
-makes from them carries :class:`Piece` s that say which checkpoint elements it would hold. A write to memory that existed
-before is recorded instead of executed.
+makes from them carries pieces that say which checkpoint elements it would hold. A write to memory that existed before
+is recorded instead of executed.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from weightlink.converters import affine
 from weightlink.converters.affine import Affine, TooComplex
-from weightlink.converters.operators import RULES, Rule, pairs, rule_of, span, tensors
+from weightlink.converters.operators import RULES, Moves, Rule, pairs, rule_of, span, tensors, without_data
 from weightlink.hooks.errors import ReplayError
 from weightlink.hooks.geometry import CASTABLE, TensorSpec
 
@@ -87,16 +88,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[misc]
     """Follows one run of a loader.
 
-    :param tensors: the canonical tensors
+    :param specs: the canonical tensors
+    :param resident: storages of the weights, by :func:`key`
     :param rank: for messages
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], rank: str) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], resident: Set[int], rank: str) -> None:
         super().__init__()
-        self.tensors = tensors
+        self.specs = specs
+        self.resident = resident
         self.rank = rank
         self.cells: dict[int, Cell] = {}
         self.writes: list[Write] = []
@@ -110,7 +113,7 @@ class Tracker(TorchDispatchMode):
 
     def canonical(self, index: int) -> torch.Tensor:
         """A data-less tensor that stands for canonical tensor ``index``."""
-        spec = self.tensors[index]
+        spec = self.specs[index]
         dtype = getattr(torch, spec.dtype)
         tensor = torch.empty(spec.shape, dtype=dtype, device="meta")
         whole = Affine(0, 0, ((tensor.numel(), 1, 1),))
@@ -149,21 +152,28 @@ class Tracker(TorchDispatchMode):
             return func(*args, **kwargs)
         rule = RULES.get(func) or rule_of(func)
         if rule.kind == "view":
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            except Exception:
+                self._touch([self.cells.get(key(tensor)) for tensor in tensors(args, kwargs)])
+                raise
         self.check_thread()
         if rule.kind == "decompose":
             with self:
                 return func.decompose(*args, **kwargs)
         inputs = list(tensors(args, kwargs))
         cells = [self.cells.get(key(tensor)) for tensor in inputs]
-        for cell in cells:
-            if cell is not None and cell.sources:
-                self.touched = max(cell.sources)
+        self._touch(cells)
         if rule.kind == "number":
             return self._number(func, args, kwargs, inputs, cells)
         if rule.kind == "write":
             return self._write(func, rule, args, kwargs, inputs, cells)
         return self._make(func, rule, args, kwargs, inputs, cells)
+
+    def _touch(self, cells: Iterable[Cell | None]) -> None:
+        for cell in cells:
+            if cell is not None and cell.sources:
+                self.touched = max(cell.sources)
 
     def _hollow(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's values are not really there."""
@@ -197,10 +207,11 @@ class Tracker(TorchDispatchMode):
         if rule.kind == "fresh":
             out = func(*args, **kwargs)
             for tensor in inputs:
-                self._adopt(tensor, Cell(tensor.dtype, plain=True))
+                if key(tensor) not in self.resident and key(tensor) not in self.cells:
+                    self._adopt(tensor, Cell(tensor.dtype, plain=True))
             return out
         if any(self._hollow(tensor) for tensor in inputs):
-            run_args, run_kwargs = _without_data(args), _without_data(dict(kwargs))
+            run_args, run_kwargs = without_data(args), without_data(dict(kwargs))
             if run_kwargs.get("device") is not None:
                 run_kwargs["device"] = torch.device("meta")
             run_kwargs.pop("pin_memory", None)
@@ -261,6 +272,8 @@ class Tracker(TorchDispatchMode):
         for piece in cell.pieces:
             if not affine.overlaps(view, piece.map):
                 continue
+            if piece.source == CONSTANT and not _holds(source, piece):
+                return Lost("changed outside the dispatcher", cell.sources)
             moved = self._cast(piece, source.dtype, dtype)
             for part in affine.compose(view, piece.map):
                 if isinstance(moved, Lost):
@@ -284,7 +297,7 @@ class Tracker(TorchDispatchMode):
             )
         exact = after == torch.float32
         if piece.rounded is None:
-            exact = exact or dtype_name(after) == self.tensors[piece.source].dtype
+            exact = exact or dtype_name(after) == self.specs[piece.source].dtype
             return piece if exact else piece._replace(rounded=after)
         if exact or after == piece.rounded:
             return piece
@@ -304,9 +317,11 @@ class Tracker(TorchDispatchMode):
         cells: list[Cell | None],
     ) -> Any:
         targets = list(rule.targets(args, kwargs))
-        held = all(key(target) in self.cells for target in targets)
+        held = all(key(target) in self.cells and target.device.type != "meta" for target in targets)
         plain = all(cell is not None and cell.plain for cell in cells)
-        execute = held and not any(self._hollow(tensor) for tensor in inputs)
+        # Assignments of real values are carried out even next to values that are not there; computing needs all of them.
+        read = inputs[len(targets) :] if rule.writes is not None else inputs
+        execute = held and not any(self._hollow(tensor) for tensor in read)
         if rule.writes is not None:
             for target, source in rule.writes(args):
                 self._record(target, source)
@@ -413,6 +428,15 @@ def _sources(found: list[Piece] | Lost) -> frozenset[int]:
     if isinstance(found, Lost):
         return found.sources
     return frozenset(piece.source for piece in found if piece.source != CONSTANT)
+
+
+def _holds(tensor: torch.Tensor, piece: Piece) -> bool:
+    """Whether real memory still has a constant that was seen written to it; a kernel may have changed it unseen."""
+    if tensor.device.type == "meta":
+        return True
+    sizes, strides = [d[0] for d in piece.map.dims], [d[1] for d in piece.map.dims]
+    found = tensor.as_strided(sizes, strides, piece.map.at)
+    return bool((found == piece.value).all()) or bool(found.isnan().all() and math.isnan(piece.value))
 
 
 def _value(tensor: torch.Tensor) -> float:

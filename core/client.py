@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -13,25 +15,81 @@ from weightlink.hooks import messages as m
 from weightlink.hooks.errors import (
     AuthError,
     ConfigError,
-    ConflictError,
     EngineUnavailable,
     ErrorInfo,
     UpdateFailed,
-    WeightlinkError,
     describe,
     rebuild,
 )
 
 if TYPE_CHECKING:
+    from weightlink.front import EngineFront
     from weightlink.hooks.deadline import Deadline
 
 T = TypeVar("T")
 CONTROL_PATH = "/weightlink/v1/control"
+#: Seconds beyond the deadline, so that an engine that meets it can still say what it waited for.
+GRACE = 5.0
 _INSTALL = "install weightlink beside SGLang and start the server with --weightlink"
 
 
-class EngineClient:
-    """One engine's control routes.
+class EngineClient(ABC):
+    """One engine as the trainer's rank 0 sees it. ``name`` stands for it in reports and errors."""
+
+    name: str
+
+    @abstractmethod
+    def exchange(self, request: m.Request, deadline: Deadline) -> m.Reply:
+        """Carry out ``request``; the engine's reply, whatever it says."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connection. Safe to repeat."""
+
+    def send(self, request: m.Request, deadline: Deadline) -> m.Reply:
+        """Carry out ``request``; the reply of an engine that did. Raises the engine's own error otherwise."""
+        reply = self.exchange(request, deadline)
+        if reply.error is None:
+            return reply
+        if reply.error.kind != UpdateFailed.__name__:
+            raise rebuild(self.located(reply.error))
+        failures = tuple(self.located(failure) for failure in reply.failures)
+        if len({(f.kind, f.message) for f in failures}) == 1:
+            raise rebuild(failures[0])
+        raise UpdateFailed(f"{self.name}: {reply.error.message}", rank=self.name, failures=failures)
+
+    def located(self, info: ErrorInfo) -> ErrorInfo:
+        """An engine's error with the engine's name in its rank."""
+        if self.name in info.rank:
+            return info
+        return msgspec.structs.replace(info, rank=f"engine {self.name} {info.rank}".strip())
+
+
+class LocalClient(EngineClient):
+    """An engine whose front lives in this process.
+
+    :param front: its state machine
+    :param loop: the event loop that the front belongs to, running in another thread
+    """
+
+    def __init__(self, name: str, front: EngineFront, loop: asyncio.AbstractEventLoop) -> None:
+        self.name, self._front, self._loop = name, front, loop
+
+    def exchange(self, request: m.Request, deadline: Deadline) -> m.Reply:
+        what = f"{self.name} to answer {type(request).__name__}"
+        future = asyncio.run_coroutine_threadsafe(self._front.handle(request), self._loop)
+        try:
+            return future.result(deadline.check(what) + GRACE)
+        except TimeoutError as error:
+            future.cancel()
+            raise deadline.exceeded(what) from error
+
+    def close(self) -> None:
+        return
+
+
+class HttpClient(EngineClient):
+    """An engine behind its control routes.
 
     :param url: the engine's base URL
     :param token: bearer token, if the engine asks for one
@@ -49,12 +107,8 @@ class EngineClient:
             headers["authorization"] = f"Bearer {token}"
         self._http = httpx.Client(headers=headers, trust_env=False)
 
-    def send(self, request: m.Request, deadline: Deadline, *, grace: float = 5.0) -> m.Reply:
-        """Carry out ``request``; the reply of an engine that did. Raises the engine's own error otherwise.
-
-        :param grace: seconds beyond the deadline, so that an engine that meets it can still say what it waited for
-        """
-        timeout = deadline.check(f"{self.name} to answer {type(request).__name__}") + grace
+    def exchange(self, request: m.Request, deadline: Deadline) -> m.Reply:
+        timeout = deadline.check(f"{self.name} to answer {type(request).__name__}") + GRACE
         try:
             response = self._http.post(self.name + CONTROL_PATH, content=m.encode(request), timeout=timeout)
         except httpx.TimeoutException as error:
@@ -65,9 +119,9 @@ class EngineClient:
                 rank=self.name,
                 remedy="check the URL and that the server is up",
             ) from error
-        return self._read(response, request)
+        return self._read(response)
 
-    def _read(self, response: httpx.Response, request: m.Request) -> m.Reply:
+    def _read(self, response: httpx.Response) -> m.Reply:
         if response.status_code in (401, 403):
             raise AuthError(
                 f"{self.name} refused the token",
@@ -83,7 +137,7 @@ class EngineClient:
                 remedy=_INSTALL,
             )
         try:
-            reply = m.decode_reply(response.content)
+            return m.decode_reply(response.content)
         except msgspec.MsgspecError as error:
             raise EngineUnavailable(
                 f"{self.name} gave an answer that is not weightlink's (HTTP {response.status_code})",
@@ -91,27 +145,8 @@ class EngineClient:
                 found=response.text[:200],
                 remedy="check that both sides run the same weightlink version",
             ) from error
-        if reply.error is not None:
-            raise self._error(reply, type(request).__name__.lower())
-        return reply
-
-    def _error(self, reply: m.Reply, what: str) -> WeightlinkError:
-        info = reply.error or ErrorInfo("WeightlinkError", "unknown error")
-        if info.kind == UpdateFailed.__name__:
-            failures = tuple(self.located(failure) for failure in reply.failures)
-            if len({(f.kind, f.message) for f in failures}) == 1 and failures[0].kind != ConflictError.__name__:
-                return rebuild(failures[0])
-            return UpdateFailed(f"{self.name}: {info.message}", rank=self.name, failures=failures)
-        return rebuild(self.located(info))
-
-    def located(self, info: ErrorInfo) -> ErrorInfo:
-        """An engine's error with the engine's name in its rank."""
-        if self.name in info.rank:
-            return info
-        return msgspec.structs.replace(info, rank=f"engine {self.name} {info.rank}".strip())
 
     def close(self) -> None:
-        """Close the connections. Safe to repeat."""
         self._http.close()
 
 

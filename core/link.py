@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from weightlink.attach import Attachment, attach
-from weightlink.client import EngineClient, fan_out, raise_failures
+from weightlink.client import EngineClient, HttpClient, fan_out, raise_failures
 from weightlink.group import TrainerGroup
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
@@ -103,13 +103,13 @@ class Link:
     def _host(self, settings: LinkSettings) -> str:
         if settings.host is not None:
             return settings.host
-        client = EngineClient(self._engines[0], None)
+        client = HttpClient(self._engines[0], None)
         client.close()
         return local_address_towards(client.host, client.port)
 
     def _start(self, model: object, settings: LinkSettings) -> TrainingAdapter:
         if self._group.rank == 0:
-            self._clients = [EngineClient(url, settings.token) for url in self._engines]
+            self._clients = [HttpClient(url, settings.token) for url in self._engines]
         return self._plugins.training_adapter(model)
 
     def _attach(self, deadline: Deadline) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 from weightlink.converters.boxes import Boxes, overlaps
-from weightlink.converters.coverage import Violations, prove_destination, prove_sources
+from weightlink.converters.coverage import Violations, may_own, prove_destination, prove_sources
 from weightlink.hooks.errors import LayoutError
 from weightlink.hooks.geometry import CASTABLE, Int64, Layout, Regions, TensorSpec
 from weightlink.hooks.settings import WireSettings
@@ -208,7 +208,7 @@ def prove_engine(plan: EnginePlan, engine: EngineLayouts) -> list[str]:
                 np.concatenate([plan.size[rows], fills.size]),
                 np.concatenate([plan.dst_stride[rows], fills.stride]),
                 rank=f"{engine.name} {layout.rank}",
-                owned=[n for n, p in enumerate(layout.params) if engine.owns_weights or not p.loaded],
+                owned=may_own(layout, engine.owns_weights),
                 found=found,
             )
         )

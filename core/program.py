@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from weightlink.converters.coverage import Violations, prove_destination
+from weightlink.converters.coverage import Violations, may_own, prove_destination
 from weightlink.hooks.errors import CoverageError, LayoutError, PlanMismatch
 from weightlink.hooks.geometry import DIMS, ITEMSIZE, Int32, Int64, Layout, TensorSpec
 
@@ -286,7 +286,7 @@ def verify_receive(
         np.concatenate([c.size, f.size]),
         np.concatenate([c.stride, f.stride]),
         rank=rank,
-        owned=[n for n, p in enumerate(layout.params) if owns_weights or not p.loaded],
+        owned=may_own(layout, owns_weights),
         found=violations,
     )
     violations.raise_if_any("the plan does not cover the engine's weights exactly once", COVERAGE_REMEDY)

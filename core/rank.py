@@ -234,8 +234,14 @@ class EngineRank:
 
     def _join(self, request: m.Join) -> bytes:
         offer, program = self._offer or (None, None)
-        if offer is None or program is None or (offer.link, offer.epoch) != (request.link, request.epoch):
+        if (
+            offer is None
+            or program is None
+            or self._layout is None
+            or (offer.link, offer.epoch) != (request.link, request.epoch)
+        ):
             raise ConflictError(f"link {request.link} epoch {request.epoch} was not attached", rank=str(self._place))
+        offer, program = offered
         self._close_link()
         deadline = Deadline.after(request.budget)
         channel = self._plugins.transport(offer.wire.transport).open(
@@ -254,7 +260,7 @@ class EngineRank:
             channel.abort()
             channel.close()
             raise
-        receiver = Receiver(program, offer.wire, self._adapter.device)
+        receiver = Receiver(program, layout.fills, offer.wire, self._adapter.device)
         self._link = _Link(offer.link, offer.epoch, offer.plan_digest, channel, receiver)
         self._offer = None
         return b""

@@ -7,6 +7,7 @@ import secrets
 import socket
 
 import torch.distributed as dist
+from weightlink.bounded import bounded
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import ConfigError, TransferError
 
@@ -75,10 +76,14 @@ def connect(host: str, port: int, deadline: Deadline) -> dist.Store:
     """A client of the store at ``host:port``. Raises :class:`TransferError` when nothing listens there and
     ``DeadlineExceeded`` when it does not answer."""
     where = f"the trainer's store at {host}:{port}"
-    # The store's own client retries a refused connection until its timeout; a plain socket says so at once.
+    timeout = deadline.timedelta(where)
     try:
-        socket.create_connection((host, port), timeout=deadline.check(where)).close()
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=deadline.timedelta(where))
+        # A plain socket first: the store's client tries again and again where nothing listens, and logs all of it.
+        socket.create_connection((host, port), timeout=timeout.total_seconds()).close()
+        # Bounded: the client's own timeout does not hold for a store that accepts and then says nothing.
+        return bounded(
+            lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), deadline
+        )
     except (OSError, RuntimeError) as error:
         if deadline.expired or isinstance(error, TimeoutError):
             raise deadline.exceeded(where) from error

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from weightlink.hooks.errors import PlanMismatch, TransferError
+from weightlink.hooks.geometry import Fills
 from weightlink.program import DTYPES, HEADER, Program
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class _Bucket:
 
     id: int
     peer: int
-    nbytes: int
+    nbytes: int  # on the wire, alignment included
+    payload: int  # weights only
     views: list[torch.Tensor]  # of parameters, in wire order
     places: list[tuple[int, torch.dtype, tuple[int, ...]]]  # byte offset, dtype and shape of each in the payload
     direct: torch.Tensor | None  # the parameter's own bytes, for a direct bucket
@@ -124,7 +126,8 @@ class _Side:
             views.append(tensor.as_strided(shape, stride, tensor.storage_offset() + int(c.offset[row])))
             places.append((int(c.at[row]), getattr(torch, DTYPES[int(c.dtype[row])]), shape))
         direct = views[0].reshape(-1).view(torch.uint8) if b.direct[number] else None
-        return _Bucket(int(b.id[number]), int(b.peer[number]), int(b.nbytes[number]), views, places, direct)
+        payload = int(c.nbytes[self._rows[number]].sum())
+        return _Bucket(int(b.id[number]), int(b.peer[number]), int(b.nbytes[number]), payload, views, places, direct)
 
     def staged(self, bucket: _Bucket, slot: torch.Tensor) -> list[torch.Tensor]:
         """The payload's pieces inside a slot."""
@@ -187,7 +190,7 @@ class Sender(_Side):
                     payload = slot[HEADER : HEADER + bucket.nbytes]
                     slot[:HEADER].view(torch.int64).copy_(self.header(bucket, tag, payload))
                     sends.append((bucket.peer, slot[: HEADER + bucket.nbytes]))
-                moved.bytes += bucket.nbytes
+                moved.bytes += bucket.payload
             moved.apply += time.monotonic() - started
             flying.append(channel.post(sends, [], deadline))
         for pending in flying:
@@ -198,13 +201,14 @@ class Sender(_Side):
 class Receiver(_Side):
     """An engine rank's side. :meth:`run` writes; :meth:`check` tells whether what was written is what was sent."""
 
-    def __init__(self, program: Program, wire: WireSettings, device: torch.device) -> None:
+    def __init__(self, program: Program, fills: Fills, wire: WireSettings, device: torch.device) -> None:
         super().__init__(program, wire, device)
+        self._fills = fills
         self._bad = torch.zeros(len(program.buckets), dtype=torch.bool, device=device)
         self._headers = torch.zeros((len(program.buckets), _WORDS), dtype=torch.int64, device=device)
 
     def run(self, tensors: Sequence[torch.Tensor], channel: Channel, update: str, deadline: Deadline) -> Moved:
-        """Receive every bucket and copy it in place."""
+        """Receive every bucket and copy it in place, and write the fills."""
         # Parameters that were created in inference mode may only be written in it.
         with torch.inference_mode(any(t.is_inference() for t in tensors)), torch.no_grad():
             return self._run(tensors, channel, update, deadline)
@@ -226,7 +230,16 @@ class Receiver(_Side):
                 self._land(*flying.pop(0), buckets, tag, moved, deadline)
         for turn, pending in flying:
             self._land(turn, pending, buckets, tag, moved, deadline)
+        self._fill(tensors)
         return moved
+
+    def _fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What the engine's loader writes besides the checkpoint: padding is part of the weights."""
+        f = self._fills
+        for n in range(len(f)):
+            tensor = tensors[int(f.param[n])].detach()
+            start = tensor.storage_offset() + int(f.offset[n])
+            tensor.as_strided(f.size[n].tolist(), f.stride[n].tolist(), start).fill_(float(f.value[n]))
 
     def _land(
         self, turn: int, pending: Pending, buckets: list[_Bucket], tag: int, moved: Moved, deadline: Deadline
@@ -241,7 +254,7 @@ class Receiver(_Side):
             self._bad[number] = (header != self.header(bucket, tag, payload)).any()
             if bucket.direct is None:
                 torch._foreach_copy_(bucket.views, self.staged(bucket, slot))
-            moved.bytes += bucket.nbytes
+            moved.bytes += bucket.payload
         moved.apply += time.monotonic() - started
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ class Megatron:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(WORKER)],
+            [sys.executable, "-W", "ignore", str(WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -50,7 +50,11 @@ class Megatron:
         return json.loads(line)
 
     def run(self, case: str, world: int, *, timeout: float = 120.0, **params: Any) -> list[Any]:
-        """What ``case`` of megatron_worker.py returned on each of ``world`` ranks (plain JSON data)."""
+        """What ``case`` returned on each of ``world`` ranks (plain JSON data).
+
+        :param case: a function of megatron_worker.py, or ``module:function`` of another test module
+        :param params: its keyword arguments, plain JSON data
+        """
         with tempfile.TemporaryDirectory() as folder:
             request = {"case": case, "world": world, "params": params, "folder": folder, "timeout": timeout}
             self._pipe(self._process.stdin).write(json.dumps(request) + "\n")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,11 @@ def stale(path: str, overlap: bool) -> Any:
         return {param.name: tensor.reshape(-1).view(torch.int16).tolist() for param, tensor in live}
 
     resident = bits()
+    try:
+        MegatronAdapter(chunks).make_readable(Deadline.after(30))
+        unwrapped = ""
+    except WeightlinkError as error:
+        unwrapped = f"{type(error).__name__}: {error}"
     adapter.make_readable(Deadline.after(30))
     (inner,) = optimizer.chained_optimizers
     master = []
@@ -140,7 +147,7 @@ def stale(path: str, overlap: bool) -> Any:
             span = inner._get_model_param_range_map(param)["param"]
             value = param.main_param.detach().to(torch.bfloat16).reshape(-1).view(torch.int16)
             master.append((name, span.start, value.tolist()))
-    return {"resident": resident, "readable": bits(), "master": master}
+    return {"resident": resident, "readable": bits(), "master": master, "unwrapped": unwrapped}
 
 
 def train(path: str, steps: int, dtype: str, **parallel: Any) -> Any:
@@ -248,20 +255,49 @@ def load_errors(paths: dict[str, str], model: str, **parallel: Any) -> Any:
 
 
 def recognised(path: str) -> Any:
-    """Which adapter the plugin manager finds for a model in its different forms."""
-    chunks = build(path)
+    """How many parameters the adapter finds that the plugin manager gives for a model in its different forms."""
+    from megatron.core.transformer.module import Float16Module
+
+    chunks = build(path, "bfloat16")
     ddp, _ = megatron_cpu.wrap_for_training(chunks, lr=1e-3)
-    forms = {"plain": chunks[0], "list": chunks, "ddp": ddp, "mixed": [chunks[0], torch.nn.Linear(2, 3)]}
+    forms = {
+        "plain": chunks[0],
+        "list": chunks,
+        "float16": Float16Module(chunks[0].config, chunks[0]),
+        "ddp": ddp,
+        "mixed": [chunks[0], torch.nn.Linear(2, 3)],
+    }
     found = {}
     for form, model in forms.items():
         try:
-            found[form] = type(PluginManager(entry_points=False).training_adapter(model)).__name__
+            adapter = PluginManager(entry_points=False).training_adapter(model)
+            found[form] = len(adapter.layout(context_from_checkpoint(Path(path)), None).params)
         except WeightlinkError as error:
             found[form] = type(error).__name__
     return found
 
 
-CASES = {case.__name__: case for case in (logits, layout, stale, train, errors, rebind, load_errors, recognised)}
+def absent(path: str, done: str) -> str:
+    """What rank 0 is told when the other rank never joins the load."""
+    chunks = build(path)
+    limit = time.monotonic() + 30
+    while dist.get_rank() == 1 and not Path(done).exists() and time.monotonic() < limit:
+        time.sleep(0.02)
+    try:
+        if dist.get_rank() == 0:
+            load_hf(chunks, path, timeout=1.0)
+    except WeightlinkError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Path(done).touch()
+    return ""
+
+
+def find(case: str) -> Callable[..., Any]:
+    """A function of this file, or of another test module as ``module:function``."""
+    module, _, name = case.rpartition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module) if module else sys.modules[__name__], name)
+    return found
 
 
 def rank_main(request: dict[str, Any], rank: int) -> None:
@@ -278,8 +314,7 @@ def rank_main(request: dict[str, Any], rank: int) -> None:
             world_size=request["world"],
             timeout=datetime.timedelta(seconds=request["timeout"]),
         )
-        answer = {"result": CASES[request["case"]](**request["params"])}
-        dist.barrier()
+        answer = {"result": find(request["case"])(**request["params"])}
     except Exception:  # noqa: BLE001 - any failure is the answer
         answer = {"error": traceback.format_exc()}
     (folder / f"{rank}.partial").write_text(json.dumps(answer))

@@ -21,9 +21,9 @@ READY = "The server is fired up and ready to roll"
 
 #: A small server: plain torch operators, little memory, no tokenizer.
 CPU_FLAGS = (
-    "--device cpu --attention-backend torch_native --mem-fraction-static 0.1 --max-total-tokens 2048 "
-    "--disable-overlap-schedule --random-seed 7 --watchdog-timeout 600"
-).split()
+    *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
+    *("--mem-fraction-static", "0.1", "--max-total-tokens", "2048", "--random-seed", "7"),
+)
 
 
 def free_port() -> int:
@@ -88,8 +88,10 @@ class Server:
         self.post("/weights_checker", {"action": "reset_tensors"})
 
     def checksums(self, seconds: float = 60) -> list[dict[str, str]]:
-        """SGLang's own checksum of every tensor, by world rank. Its route answers for pipeline stage 0 only, so the test
-        platform leaves every rank's in a file."""
+        """SGLang's own checksum of every tensor, by world rank.
+
+        Its route answers for pipeline stage 0 only, so the test platform leaves every rank's in a file.
+        """
         files = [self._dump / f"{rank}.json" for rank in range(self.world)]
         for file in files:
             file.unlink(missing_ok=True)
@@ -143,7 +145,18 @@ def launch(
     dump = folder / f"{log.stem}.checksums"
     dump.mkdir()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--tp-size", str(tp), "--pp-size", str(pp), *CPU_FLAGS, *flags]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--tp-size",
+        str(tp),
+        "--pp-size",
+        str(pp),
+        *CPU_FLAGS,
+        *flags,
+    ]
     command += [] if tokenizer else ["--skip-tokenizer-init"]
     command += ["--weightlink"] if weightlink else []
     if token is not None:

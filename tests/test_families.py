@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_every_query_key_value_row_lands_where_the_formula_says(groups, per_grou
     bounds = sorted({0, total, *(round(share * total) for share in cuts)})
     sizes = {"groups": groups, "q": per_group * channels, "k": channels, "v": channels}
     found = {}
-    for start, end in zip(bounds, bounds[1:], strict=False):  # ranks, also with cuts inside a group
+    for start, end in pairwise(bounds):  # ranks, also with cuts inside a group
         part = rows(*read([cut(key, whole, start, end)], **sizes))
         assert not part.keys() & found.keys()
         found |= part

@@ -40,27 +40,27 @@ def qwen2(path: Path) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=False,
+        dtype="bfloat16",
     )
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases start as constants, which would hide a swap
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.to(torch.bfloat16).save_pretrained(path)
     return path
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """family -> a tiny checkpoint in one file, in which no norm or bias is all ones or zeros."""
+    """family -> a tiny bf16 checkpoint in one file."""
     made = {}
 
     def get(family: str) -> Path:
         if family not in made:
             path = tmp_path_factory.mktemp(family)
-            qwen2(path) if family == "qwen2" else toys.make(family, path)
-            file = path / "model.safetensors"
-            torch.manual_seed(1)
-            weights = load_file(file)
-            noisy = {n: t + 0.2 * torch.randn(t.shape).to(t.dtype) if t.dim() == 1 else t for n, t in weights.items()}
-            save_file(noisy, file, {"format": "pt"})
-            made[family] = path
+            made[family] = qwen2(path) if family == "qwen2" else toys.make(family, path)
         return made[family]
 
     return get
@@ -90,7 +90,7 @@ def coded(source: Path, path: Path, layers: int = 2) -> Path:
 
 
 def check_layouts(out: Path, world: int, checkpoint: Path) -> dict[str, int]:
-    """Every region holds exactly the slice that it claims, together they tile the checkpoint; returns each name's copies."""
+    """Every region holds the slice that it claims; together they tile the checkpoint. Returns each name's copies."""
     weights = load_file(checkpoint / "model.safetensors")
     seen = {name: np.zeros(tensor.shape, np.int64) for name, tensor in weights.items()}
     for rank in range(world):
@@ -214,11 +214,14 @@ def test_weights_are_stale_until_made_readable(megatron, checkpoints):
     assert stale, "nothing was stale, so this test shows nothing"
     for rank in ranks:
         assert all(resident(rank["readable"], name) == full[name] for name in full)
+        assert rank["unwrapped"].startswith("ConfigError: ")
+        assert "overlap_param_gather" in rank["unwrapped"]
 
 
 def test_nothing_is_pending_without_overlap(megatron, checkpoints):
     for rank in megatron.run("stale", 2, path=str(checkpoints("qwen3")), overlap=False):
         assert rank["resident"] == rank["readable"]
+        assert rank["unwrapped"] == ""
 
 
 def test_training_steps_with_pipeline_stages(megatron, checkpoints):
@@ -295,6 +298,12 @@ def test_checkpoints_that_do_not_fit(megatron, checkpoints, tmp_path):
         assert first[fault].startswith("ConfigError: another rank")
 
 
+def test_a_load_that_a_rank_never_joins(megatron, checkpoints, tmp_path):
+    waiting, _ = megatron.run("absent", 2, path=str(checkpoints("llama_tied")), done=str(tmp_path / "done"))
+    assert waiting.startswith("DeadlineExceeded: deadline of 1 s")
+    assert "trainer 0" in waiting
+
+
 def test_a_sharded_checkpoint_with_an_index(megatron, checkpoints, tmp_path):
     source = checkpoints("llama_tied")
     good = load_file(source / "model.safetensors")
@@ -334,8 +343,8 @@ raise SystemExit("megatron was imported" if "megatron" in sys.modules else 0)
 
 
 def test_the_plugin_manager_knows_this_adapter(megatron, checkpoints):
-    assert megatron.run("recognised", 1, path=str(checkpoints("qwen3"))) == [
-        {"plain": "MegatronAdapter", "list": "MegatronAdapter", "ddp": "MegatronAdapter", "mixed": "ConfigError"}
-    ]
+    (found,) = megatron.run("recognised", 1, path=str(checkpoints("qwen3")))
+    assert found.pop("mixed") == "ConfigError"
+    assert found == dict.fromkeys(("plain", "list", "float16", "ddp"), 21)
     with pytest.raises(ConfigError):
         PluginManager(entry_points=False).training_adapter(object())

@@ -64,13 +64,22 @@ class MegatronAdapter:
 
         Between ``optimizer.step()`` and that pass a rank holds only its own shard fresh. Collective over the
         data-parallel groups; the wait inside is Megatron's, bounded by those groups' own timeout.
+
+        :raises ConfigError: for a model that was unwrapped from such a DDP, which only the wrapper can bring up to date
         """
         deadline.check("the trainer's parameters", rank=self.rank)
         for chunk in self.chunks:
-            for module in wrappers(chunk):
-                ddp_config = getattr(module, "ddp_config", None)
-                if getattr(ddp_config, "overlap_param_gather", False) and hasattr(module, "start_param_sync"):
+            ddp = [module for module in wrappers(chunk) if hasattr(module, "start_param_sync")]
+            for module in ddp:
+                if module.ddp_config.overlap_param_gather:
                     module.start_param_sync(force_sync=True)
+            if not ddp and _awaits_gather(chunk):
+                raise ConfigError(
+                    "the model was taken out of a DDP wrapper that gathers parameters late (overlap_param_gather)",
+                    rank=self.rank,
+                    found=type(chunk).__name__,
+                    remedy="pass the wrapped model chunks",
+                )
         deadline.check("the trainer's parameter all-gather", rank=self.rank)
 
     def layout(self, context: EngineContext, family: str | None) -> Layout:
@@ -159,6 +168,13 @@ def wrappers(chunk: torch.nn.Module) -> Iterator[Any]:
     while isinstance(module, torch.nn.Module):
         yield module
         module = getattr(module, "module", None)
+
+
+def _awaits_gather(chunk: torch.nn.Module) -> bool:
+    """True when a Megatron DDP has hooked its parameter all-gather into the forward passes of ``chunk``."""
+    name = "DistributedDataParallel._make_forward_pre_hook."
+    hooks = (hook for module in chunk.modules() for hook in module._forward_pre_hooks.values())
+    return any(getattr(hook, "__qualname__", "").startswith(name) for hook in hooks)
 
 
 def _require_tied_alike(hf_config: Mapping[str, Any], keys: set[str], rank: str) -> None:

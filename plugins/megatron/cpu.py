@@ -202,7 +202,9 @@ def causal_inputs(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(length).expand_as(ids), mask
 
 
-def wrap_for_training(chunks: list[Any], *, lr: float, overlap: bool = False, bucket_size: int | None = None) -> Any:
+def wrap_for_training(
+    chunks: list[Any], *, lr: float, overlap: bool = False, bucket_size: int | None = None
+) -> tuple[list[Any], Any]:
     """``(DDP chunks, optimizer)``: Megatron's DDP and distributed Adam.
 
     :param overlap: overlap gradient reduction and the parameter all-gather with computation
@@ -243,7 +245,8 @@ def wrap_for_training(chunks: list[Any], *, lr: float, overlap: bool = False, bu
 def train_step(ddp: list[Any], optimizer: Any, microbatches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """One optimizer step through Megatron's own (pipeline) schedule, on every rank with the same data.
 
-    :param microbatches: ``(token ids, labels)``, each ``[batch, length]``, all of one shape; a label of -100 is ignored
+    :param microbatches: ``(token ids, labels)``, each ``[batch, length]``, all of one shape; negative labels do not
+        count, and each microbatch has one that does
     :return: the mean loss on the last stage, 0.0 on the others
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -32,12 +32,13 @@ def load_hf(
     Load before the optimizer is made, or call its ``reload_model_params()`` afterwards: it keeps copies.
 
     :param ignore: names (or ``prefix*``) of the checkpoint that no rank needs
-    :param timeout: seconds for the agreement of all ranks on what was used
+    :param timeout: seconds until all ranks have loaded
     :raises NameMapError: when a name is missing here, or used by no rank at all
     :raises LayoutError: for a wrong shape or dtype
     :raises ConfigError: on the other ranks when one of them failed so
+    :raises DeadlineExceeded: when a rank does not come
     """
-    path = Path(path)
+    path, deadline, what = Path(path), Deadline.after(timeout), "the other ranks' checkpoint load"
     adapter = MegatronAdapter(model, families)
     context = context_from_checkpoint(path)
     report, error = None, None
@@ -54,7 +55,10 @@ def load_hf(
     flags = flags.to(adapter.device)
     if dist.is_initialized():
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)
-        work.wait(Deadline.after(timeout).timedelta("the other ranks' checkpoint load"))
+        try:
+            work.wait(deadline.timedelta(what))
+        except RuntimeError as lost:
+            raise deadline.exceeded(what, rank=adapter.rank) from lost
     if error is not None:
         raise error
     failed, *used = flags.tolist()

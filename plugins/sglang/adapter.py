@@ -12,6 +12,7 @@ import torch
 from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
 from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.common import DynamicGradMode
+from weightlink.converters import replay
 from weightlink.hooks.errors import ConflictError, LayoutError
 from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
 from weightlink.hooks.messages import PROTOCOL, EngineContext, LayoutKind, RankPlace
@@ -68,9 +69,8 @@ class SGLangAdapter:
     def context(self) -> EngineContext:
         """What the trainer needs to know; the front process fills in the state."""
         config = self._runner.model_config
-        plain = json.loads(json.dumps(config.hf_config.to_dict(), default=str))
         load_format = str(getattr(get_model().load_format, "value", get_model().load_format))
-        versions = {"torch": torch.__version__}
+        versions = {"torch": str(torch.__version__)}
         if self._device.type == "cuda":
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         return EngineContext(
@@ -78,7 +78,7 @@ class SGLangAdapter:
             engine="sglang",
             engine_version=importlib.metadata.version("sglang"),
             weightlink_version=importlib.metadata.version("weightlink"),
-            hf_config=plain,
+            hf_config=_plain(config.hf_config.to_dict()),
             architecture=(config.hf_config.architectures or [""])[0],
             dtype=str(config.dtype).removeprefix("torch."),
             quantization=config.quantization or "",
@@ -123,20 +123,15 @@ class SGLangAdapter:
             self._runner.weight_updater.end_weight_update(run_post_load=False)
 
     def _replay(self, tensors: Sequence[TensorSpec]) -> Layout:
-        from weightlink.converters import replay
-
         model: Any = self._model
         return replay.observe(rank=str(self._place), tensors=tensors, load=model.load_weights, modules=[("", model)])
 
     def tensors(self, params: Sequence[ParamSpec]) -> Sequence[torch.Tensor]:
         """The live tensors, resolved by name now; raises :class:`LayoutError` for one that is gone or changed."""
         self._enter()
-        model = self._model
-        named: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
-        named.update(model.named_parameters(remove_duplicate=False))
         found = []
         for param in params:
-            tensor = named.get(param.name)
+            tensor = self._resolve(param.name)
             is_now = None if tensor is None else (tuple(tensor.shape), _dtype(tensor), tensor.stride())
             if tensor is None or is_now != (param.shape, param.dtype, param.stride):
                 raise LayoutError(
@@ -149,6 +144,15 @@ class SGLangAdapter:
                 )
             found.append(tensor.data)
         return found
+
+    def _resolve(self, name: str) -> torch.Tensor | None:
+        """A parameter, buffer or tensor attribute by its dotted name."""
+        path, _, attribute = name.rpartition(".")
+        try:
+            found = getattr(self._model.get_submodule(path), attribute)
+        except AttributeError:
+            return None
+        return found if isinstance(found, torch.Tensor) else None
 
     def require_idle(self, mode: PauseMode) -> None:
         """Raises :class:`ConflictError` unless this scheduler is paused as ``mode`` promises and its weights are there
@@ -191,6 +195,24 @@ class SGLangAdapter:
         if flush and not self._scheduler.flush_cache(empty_cache=False):
             raise ConflictError("SGLang refused to flush its caches: a batch is running", rank=str(self._place))
         self._scheduler.record_weight_version_change(new_version=str(version))
+
+
+#: Where SGLang keeps a value of the checkpoint that it has rounded up to suit the number of ranks (on CPUs).
+_ROUNDED = {
+    "original_num_attention_heads": "num_attention_heads",
+    "original_total_num_kv_heads": "num_key_value_heads",
+    "original_intermediate_size": "intermediate_size",
+    "original_moe_intermediate_size": "moe_intermediate_size",
+}
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint's configuration as JSON data."""
+    plain: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    for kept, name in _ROUNDED.items():
+        if kept in plain and name in plain:
+            plain[name] = plain.pop(kept)
+    return plain
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -32,9 +32,9 @@ def start(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     plugins = PluginManager()
     adapter = SGLangAdapter(scheduler, place(), tuple(sorted(plugins.transports())))
     scheduler.weightlink = EngineRank(adapter, form_board(scheduler.server_args, adapter.place), plugins)
-    scheduler._request_dispatcher += TypeBasedDispatcher(
-        [(WeightlinkReqInput, functools.partial(answer, scheduler.weightlink, adapter))]
-    )
+    context = msgspec.msgpack.encode(adapter.context())  # now, while an error still stops the start
+    handler = functools.partial(answer, scheduler.weightlink, context)
+    scheduler._request_dispatcher += TypeBasedDispatcher([(WeightlinkReqInput, handler)])
 
 
 def place() -> RankPlace:
@@ -70,10 +70,9 @@ def _key(words: list[int]) -> str:
     return "-".join(f"{word:x}" for word in words)
 
 
-def answer(rank: EngineRank, adapter: SGLangAdapter, request: WeightlinkReqInput) -> WeightlinkReqOutput:
+def answer(rank: EngineRank, context: bytes, request: WeightlinkReqInput) -> WeightlinkReqOutput:
     """The scheduler's handler. SGLang sends only engine rank 0's answer back."""
-    data = rank.handle(request.data) if request.data else msgspec.msgpack.encode(adapter.context())
-    return WeightlinkReqOutput(seq=request.seq, data=data)
+    return WeightlinkReqOutput(seq=request.seq, data=rank.handle(request.data) if request.data else context)
 
 
 def breathe(_result: None, scheduler: Any) -> None:

@@ -13,13 +13,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from weightlink.bounded import bounded
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import ConfigError
 
@@ -165,27 +165,15 @@ class NcclBackend:
         with torch.cuda.device(device), _environment(TORCH_NCCL_BLOCKING_WAIT="1"):
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         # Formed now, by all members together: left to the first round, members without a part in it would be missing.
-        self._form_communicator(deadline)
-
-    def _form_communicator(self, deadline: Deadline) -> None:
-        # The call takes no timeout, so it runs beside us and is aborted when it takes too long.
-        outcome: Future[None] = Future()
-
-        def form() -> None:
-            try:
-                with torch.cuda.device(self._device):
-                    self._group.eager_connect_single_device(self._device)
-            except RuntimeError as error:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(None)
-
-        threading.Thread(target=form, name="weightlink-nccl", daemon=True).start()
         try:
-            outcome.result(timeout=deadline.remaining())
-        except (TimeoutError, RuntimeError) as error:
+            bounded(self._form_communicator, deadline)
+        except (RuntimeError, TimeoutError) as error:
             self.abort()
             raise RuntimeError(f"the NCCL communicator did not form: {error or 'out of time'}") from error
+
+    def _form_communicator(self) -> None:
+        with torch.cuda.device(self._device):
+            self._group.eager_connect_single_device(self._device)
 
     def start(self, transfers: Sequence[Transfer]) -> list[Started]:
         with torch.cuda.device(self._device):

@@ -1,0 +1,603 @@
+"""The whole transaction between a trainer and engine ranks that are plain torch modules: real store, real Gloo groups,
+real owner threads and front; only the serving engine is left out. Every rank is a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from layouts import canonical, local_values, random_side, random_tensors
+from weightlink.attach import attach
+from weightlink.board import Board
+from weightlink.front import EngineFront
+from weightlink.group import TrainerGroup
+from weightlink.hooks import messages as m
+from weightlink.hooks.deadline import Deadline
+from weightlink.hooks.errors import (
+    ConflictError,
+    CoverageError,
+    LayoutError,
+    PlanMismatch,
+    UpdateFailed,
+    VersionError,
+    WeightlinkError,
+    rebuild,
+)
+from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
+from weightlink.hooks.manager import PluginManager
+from weightlink.hooks.settings import EngineSettings, LinkSettings, PauseMode, WireSettings
+from weightlink.rank import EngineRank
+from weightlink.update import Update, failure
+
+LONG = 30.0
+
+
+class TorchEngine:
+    """One rank of an engine that is nothing but tensors: implements the inference adapter over a given layout."""
+
+    def __init__(self, rank: int, world: int, layout: Layout, dtype: str, log: list[str]) -> None:
+        self.place = m.RankPlace(rank, world, rank, world, 0, 1)
+        self.device = torch.device("cpu")
+        self.layout, self.dtype, self.log = layout, dtype, log
+        self.params = [torch.full(p.shape, torch.nan, dtype=getattr(torch, p.dtype)) for p in layout.params]
+        self.idle = True
+        self.fail: dict[str, Exception] = {}
+
+    def _note(self, what: str) -> None:
+        self.log.append(f"{self.place.rank} {what}")
+        if what in self.fail:
+            raise self.fail.pop(what)
+
+    def context(self) -> m.EngineContext:
+        return m.EngineContext(
+            protocol=m.PROTOCOL, engine="torch", engine_version="0", weightlink_version="0", hf_config={},
+            architecture="Toy", dtype=self.dtype, tp_size=self.place.world, pp_size=1, world=self.place.world,
+            device="cpu", transports=("p2p",), owns_weights=False,
+        )  # fmt: skip
+
+    def observe(self, tensors: Sequence[TensorSpec], kind: str) -> Layout:
+        self._note("observe")
+        known = {t.name: n for n, t in enumerate(self.layout.tensors)}
+        order = {known[t.name]: n for n, t in enumerate(tensors) if t.name in known}
+        regions = self.layout.regions.take(np.isin(self.layout.regions.tensor, list(order)))
+        regions.tensor = np.array([order[int(t)] for t in regions.tensor], np.int32)
+        return Layout(str(self.place), tuple(tensors), self.layout.params, regions, self.layout.fills)
+
+    def tensors(self, params: Sequence[ParamSpec]) -> Sequence[torch.Tensor]:
+        return self.params
+
+    def require_idle(self, mode: PauseMode) -> None:
+        if not self.idle:
+            raise ConflictError("a batch is running", rank=str(self.place))
+
+    def begin(self) -> None:
+        self._note("begin")
+
+    def synchronize(self) -> None:
+        self._note("synchronize")
+
+    def finish(self) -> None:
+        self._note("finish")
+
+    def commit(self, version: int, *, flush: bool) -> None:
+        self._note(f"commit {version}")
+
+
+class Port:
+    """The front's way to the ranks."""
+
+    paused = False
+
+    def __init__(self, ranks: list[EngineRank], context: m.EngineContext) -> None:
+        self.ranks, self._context, self.world = ranks, context, len(ranks)
+        self.shown: list[int] = []
+        self.log: list[str] = []
+
+    async def ask(self, data: bytes) -> bytes:
+        answers = [rank.handle(data) for rank in self.ranks]
+        return answers[0]
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.paused = True
+        self.log.append(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self.paused = False
+        self.log.append("resume")
+
+    async def committed(self, version: int) -> None:
+        self.shown.append(version)
+
+    def default_pause_mode(self) -> PauseMode:
+        return "retract"
+
+    def check_pause_mode(self, mode: PauseMode) -> None:
+        pass
+
+    async def context(self) -> m.EngineContext:
+        return self._context
+
+
+class Engine:
+    """Ranks, board and front of one engine, in threads."""
+
+    def __init__(self, name: str, layouts: Sequence[Layout], dtype: str, plugins: PluginManager) -> None:
+        from weightlink.client import LocalClient
+
+        self.log: list[str] = []
+        self.adapters = [TorchEngine(r, len(layouts), layout, dtype, self.log) for r, layout in enumerate(layouts)]
+        host = Board.host("127.0.0.1", len(layouts), "k", Deadline.after(LONG))
+        boards = [host] + [
+            Board.join("127.0.0.1", host.port, r, len(layouts), "k", Deadline.after(LONG))
+            for r in range(1, len(layouts))
+        ]
+        self.boards = boards
+        self.ranks = [EngineRank(a, b, plugins) for a, b in zip(self.adapters, boards, strict=True)]
+        self.port = Port(self.ranks, self.adapters[0].context())
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.front = EngineFront(self.port, EngineSettings(enabled=True), owns_weights=False)
+        self.client = LocalClient(name, self.front, self.loop)
+
+    def poison(self) -> None:
+        for adapter in self.adapters:
+            for param in adapter.params:
+                param.fill_(torch.nan)
+
+    def expect(self, values: dict[str, np.ndarray]) -> None:
+        for adapter in self.adapters:
+            for have, want in zip(adapter.params, local_values(adapter.layout, values), strict=True):
+                expected = torch.from_numpy(want).to(have.dtype)
+                assert torch.equal(have, expected)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(LONG)
+        for board in reversed(self.boards):
+            board.close()
+
+
+class TorchTrainer:
+    """One trainer rank that is nothing but tensors."""
+
+    kind = "hf"
+    device = torch.device("cpu")
+
+    def __init__(self, layout: Layout, log: list[str]) -> None:
+        self.own, self.log = layout, log
+        self.params = [torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in layout.params]
+        self.fail: Exception | None = None
+
+    def load(self, values: dict[str, np.ndarray]) -> None:
+        for param, value in zip(self.params, local_values(self.own, values, poison=0.0), strict=True):
+            param.copy_(torch.from_numpy(value))
+
+    def make_readable(self, deadline: Deadline) -> None:
+        self.log.append("readable")
+
+    def layout(self, context: m.EngineContext, family: str | None) -> Layout:
+        if self.fail is not None:
+            raise self.fail
+        return self.own
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return self.params
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Rig:
+    """A trainer of several ranks and some engines."""
+
+    def __init__(self, trainers: Sequence[Layout], engines: dict[str, Sequence[Layout]], **settings) -> None:
+        from weightlink.rendezvous import Rendezvous
+
+        self.plugins = PluginManager(entry_points=False, builtins=["weightlink.plugins.transports"])
+        wire = WireSettings(bucket_bytes=4096, direct_bytes=512, max_peers=settings.pop("max_peers", 1))
+        self.settings = LinkSettings(wire=wire, timeout=LONG, **settings)
+        self.log: list[str] = []
+        self.trainers = [TorchTrainer(layout, self.log) for layout in trainers]
+        self.engines = {
+            name: Engine(name, layouts, layouts[0].params[0].dtype if layouts[0].params else "float32", self.plugins)
+            for name, layouts in engines.items()
+        }
+        self.listener = Rendezvous.listen("127.0.0.1", Deadline.after(LONG))
+        self.attachments: list = []
+        self.epoch = 0
+        self.turn = 0
+
+    def each(self, work, seconds: float = LONG):
+        """Run ``work(rank, group, deadline)`` on every trainer rank; results, or the first error."""
+        from torch.distributed import PrefixStore
+        from weightlink.rendezvous import connect
+
+        self.turn += 1
+        results: list = [None] * len(self.trainers)
+        deadline = Deadline.after(seconds)
+
+        def run(rank: int) -> None:
+            try:
+                store = connect("127.0.0.1", self.listener.port, deadline)
+                group = TrainerGroup(store, rank, len(self.trainers), None, "127.0.0.1", self.listener.port)
+                group._store = PrefixStore(f"turn{self.turn}", store)
+                results[rank] = work(rank, group, deadline)
+            except BaseException as error:  # noqa: BLE001 - raised below, in the test's own thread
+                results[rank] = error
+
+        threads = [threading.Thread(target=run, args=(r,)) for r in range(len(self.trainers))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(seconds + 20)
+            assert not thread.is_alive(), "a trainer rank hangs beyond its deadline"
+        errors = [r for r in results if isinstance(r, BaseException)]
+        if errors:
+            if isinstance(errors[0], WeightlinkError):
+                assert len(errors) == len(results), f"only some ranks raised: {results}"
+            raise errors[0]
+        return results
+
+    def clients(self, rank: int):
+        return [engine.client for engine in self.engines.values()] if rank == 0 else []
+
+    def connect(self, seconds: float = LONG) -> None:
+        self.epoch += 1
+        for attachment in self.attachments:
+            attachment.close()
+        self.attachments = self.each(
+            lambda rank, group, deadline: attach(
+                link="link", epoch=self.epoch, group=group, adapter=self.trainers[rank], clients=self.clients(rank),
+                settings=self.settings, plugins=self.plugins, deadline=deadline,
+            ),
+            seconds,
+        )  # fmt: skip
+
+    def push(self, version: int, seconds: float = LONG):
+        def work(rank, group, deadline):
+            update = Update(
+                link="link", group=group, adapter=self.trainers[rank], clients=self.clients(rank),
+                settings=self.settings, attachment=self.attachments[rank], version=version, deadline=deadline,
+            )  # fmt: skip
+            outcome = update.run()
+            if outcome.error:
+                raise failure(outcome)
+            return outcome.report
+
+        reports = self.each(work, seconds)
+        assert len({r.json() for r in reports}) == 1
+        return reports[0]
+
+    def close(self) -> None:
+        for attachment in self.attachments:
+            attachment.close()
+        for engine in self.engines.values():
+            engine.close()
+        self.listener.close()
+
+
+def make(seed: int, trainers: int = 2, engines: tuple[int, ...] = (2,), dtype: str = "float32", **settings):
+    rng = random.Random(seed)
+    tensors = random_tensors(rng, 6)
+    sides = [random_side(rng, "trainer", tensors, trainers, padding=True, replicas=True)]
+    wanted = [TensorSpec(t.name, t.shape, dtype) for t in tensors]
+    for world in engines:
+        sides.append(random_side(rng, "rank", wanted, world, padding=True, replicas=True))
+    for layouts in sides[1:]:
+        for layout in layouts:
+            layout.tensors = tuple(tensors)
+    rig = Rig(sides[0], {f"http://e{n}": side for n, side in enumerate(sides[1:])}, **settings)
+    return rig, tensors
+
+
+@pytest.fixture
+def rigs():
+    made: list[Rig] = []
+
+    def build(*args, **kwargs):
+        rig, tensors = make(*args, **kwargs)
+        made.append(rig)
+        return rig, tensors
+
+    yield build
+    for rig in made:
+        rig.close()
+
+
+def load(rig: Rig, tensors, factor: float = 1.0):
+    values = {name: value * factor for name, value in canonical(tensors).items()}
+    for trainer in rig.trainers:
+        trainer.load(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "dtype"),
+    [(1, (1,), "float32"), (2, (2,), "float32"), (3, (2, 1), "float32"), (2, (3,), "bfloat16")],
+)
+def test_three_updates_arrive_exactly(rigs, trainers, engines, dtype):
+    rig, tensors = rigs(trainers * 7 + len(engines), trainers, engines, dtype)
+    rig.connect()
+    pointers = [p.data_ptr() for e in rig.engines.values() for a in e.adapters for p in a.params]
+    for version in (1, 2, 5):
+        values = load(rig, tensors, factor=version / 4)
+        for engine in rig.engines.values():
+            engine.poison()
+        report = rig.push(version)
+        for engine in rig.engines.values():
+            engine.expect(values)
+            assert engine.front.state is m.EngineState.READY
+            assert (engine.front.version, engine.port.shown[-1]) == (version, version)
+            assert not engine.port.paused
+        assert report.bytes == sum(report.sent) > 0
+        assert [e.committed for e in report.engines] == [True] * len(engines)
+    assert pointers == [p.data_ptr() for e in rig.engines.values() for a in e.adapters for p in a.params]
+
+
+def test_order_of_an_update_on_the_receiver(rigs, monkeypatch):
+    """Transfer, copy, synchronize, barrier; then post-load processing; the sender's transfer returns before the
+    barrier."""
+    from weightlink.plugins.transports.channel import P2PChannel
+    from weightlink.wire import Receiver, Sender
+
+    rig, tensors = rigs(5, 1, (1,))
+    rig.connect()
+    load(rig, tensors)
+    engine = rig.engines["http://e0"]
+    engine.log.clear()
+    sent: list[str] = []
+    barrier, run_receiver, run_sender = P2PChannel.barrier, Receiver.run, Sender.run
+
+    def note_barrier(self, what, deadline):
+        side = sent if self.rank == 0 else engine.log
+        side.append("barrier " + ("applied" if "applied" in what else "ready"))
+        return barrier(self, what, deadline)
+
+    def note_receive(self, *args):
+        engine.log.append("transfer")
+        moved = run_receiver(self, *args)
+        engine.log.append("copied")
+        return moved
+
+    def note_send(self, *args):
+        moved = run_sender(self, *args)
+        sent.append("transferred")
+        return moved
+
+    monkeypatch.setattr(P2PChannel, "barrier", note_barrier)
+    monkeypatch.setattr(Receiver, "run", note_receive)
+    monkeypatch.setattr(Sender, "run", note_send)
+    rig.push(1)
+    assert engine.log == [
+        "0 synchronize", "0 begin", "barrier ready", "transfer", "copied", "0 synchronize", "barrier applied",
+        "0 finish", "0 synchronize", "0 commit 1",
+    ]  # fmt: skip
+    assert sent == ["barrier ready", "transferred", "barrier applied"]
+
+
+def test_a_version_that_goes_backwards_is_refused_and_nothing_changes(rigs):
+    rig, tensors = rigs(9)
+    rig.connect()
+    values = load(rig, tensors)
+    rig.push(3)
+    load(rig, tensors, 2.0)
+    engine = rig.engines["http://e0"]
+    engine.port.log.clear()
+    for version in (3, 2):
+        with pytest.raises(VersionError, match="higher than the committed one"):
+            rig.push(version)
+    engine.expect(values)
+    assert engine.port.log == []  # not even paused
+    values = load(rig, tensors, 3.0)
+    rig.push(4)  # the link is still good
+    engine.expect(values)
+
+
+def test_an_engine_that_is_not_idle_is_asked_again_until_the_deadline(rigs):
+    rig, tensors = rigs(11)
+    rig.connect()
+    values = load(rig, tensors)
+    engine = rig.engines["http://e0"]
+    engine.adapters[1].idle = False
+    threading.Timer(0.5, lambda: setattr(engine.adapters[1], "idle", True)).start()
+    rig.push(1)
+    engine.expect(values)
+    engine.adapters[1].idle = False
+    with pytest.raises(WeightlinkError) as caught:
+        rig.push(2, seconds=1.0)
+    assert "a batch is running" in str(caught.value) or "deadline" in str(caught.value)
+    assert engine.front.state is m.EngineState.READY
+    assert engine.front.version == 1
+    assert not engine.port.paused
+    engine.adapters[1].idle = True
+
+
+@pytest.mark.parametrize("where", ["finish", "begin"])
+def test_one_failing_rank_keeps_the_engine_from_committing(rigs, where):
+    rig, tensors = rigs(13)
+    rig.connect()
+    load(rig, tensors)
+    rig.push(1)
+    engine = rig.engines["http://e0"]
+    load(rig, tensors, 2.0)
+    engine.adapters[1].fail[where] = RuntimeError("kaboom")
+    with pytest.raises(WeightlinkError, match="kaboom") as caught:
+        rig.push(2)
+    assert "rank 1" in str(caught.value)
+    assert engine.front.version == 1
+    if where == "begin":  # nothing was written: back to serving the old version
+        assert engine.front.state is m.EngineState.READY
+        assert not engine.port.paused
+    else:
+        assert engine.front.state is m.EngineState.DIRTY
+        assert engine.port.paused
+        assert isinstance(engine.front.refusal("continue"), ConflictError)
+        assert not engine.front.serving
+    values = load(rig, tensors, 3.0)
+    rig.connect()
+    rig.push(3)
+    engine.expect(values)
+    assert engine.front.state is m.EngineState.READY
+    assert not engine.port.paused
+
+
+def test_a_trainer_rank_that_fails_while_sending_frees_everybody(rigs, monkeypatch):
+    from weightlink.wire import Sender
+
+    rig, tensors = rigs(17)
+    rig.connect()
+    load(rig, tensors)
+    run, lock, calls = Sender.run, threading.Lock(), []
+
+    def fail_once(self, *args):
+        with lock:
+            calls.append(1)
+            first = len(calls) == 1
+        if first:
+            raise RuntimeError("sender broke")
+        return run(self, *args)
+
+    monkeypatch.setattr(Sender, "run", fail_once)
+    with pytest.raises(WeightlinkError, match="sender broke"):
+        rig.push(1)
+    engine = rig.engines["http://e0"]
+    assert engine.front.version is None
+    assert engine.front.state in (m.EngineState.DIRTY, m.EngineState.PENDING)
+    monkeypatch.undo()
+    values = load(rig, tensors, 2.0)
+    rig.connect()
+    rig.push(1)
+    engine.expect(values)
+
+
+def test_one_engine_fails_and_the_other_commits_unless_strict(rigs):
+    for strict in (False, True):
+        rig, tensors = rigs(19, 2, (1, 2), strict=strict)
+        rig.connect()
+        values = load(rig, tensors)
+        bad, good = rig.engines.values()
+        bad.adapters[0].fail["finish"] = RuntimeError("kaboom")
+        with pytest.raises(UpdateFailed, match="kaboom") as caught:
+            rig.push(1)
+        assert "http://e0" in str(caught.value)
+        assert bad.front.state is m.EngineState.DIRTY
+        assert good.front.version == (None if strict else 1)
+        if not strict:
+            good.expect(values)
+        values = load(rig, tensors, 2.0)
+        rig.connect()
+        rig.push(2)
+        for engine in (bad, good):
+            engine.expect(values)
+            assert engine.front.state is m.EngineState.READY
+
+
+def test_min_engines_accepts_a_partial_commit(rigs):
+    rig, tensors = rigs(19, 2, (1, 2), min_engines=1)
+    rig.connect()
+    load(rig, tensors)
+    bad, good = rig.engines.values()
+    bad.adapters[0].fail["finish"] = RuntimeError("kaboom")
+    report = rig.push(1)
+    assert [e.committed for e in report.engines] == [False, True]
+    assert "kaboom" in report.failures[0].message
+    assert (bad.front.version, good.front.version) == (None, 1)
+
+
+def test_bytes_that_change_on_the_wire_never_commit(rigs, monkeypatch):
+    from weightlink.plugins.transports.channel import P2PChannel
+
+    rig, tensors = rigs(23)
+    rig.connect()
+    load(rig, tensors)
+    post = P2PChannel.post
+
+    def corrupt(self, sends, receives, deadline):
+        for _, tensor in sends:
+            if tensor.numel() > 64:
+                tensor.view(-1).view(torch.uint8)[-1] ^= 1
+        return post(self, sends, receives, deadline)
+
+    monkeypatch.setattr(P2PChannel, "post", corrupt)
+    with pytest.raises(WeightlinkError, match="did not arrive as they were sent"):
+        rig.push(1)
+    assert rig.engines["http://e0"].front.state is m.EngineState.DIRTY
+
+
+def test_an_unknown_name_or_shape_is_refused_before_any_group_is_formed(rigs):
+    rig, _ = rigs(29)
+    rig.trainers[1].fail = LayoutError("no rule for this parameter", tensor="decoder.odd", rank="trainer 1")
+    with pytest.raises(LayoutError, match="no rule"):
+        rig.connect()
+    rig.trainers[1].fail = None
+    extra = TensorSpec("unknown", (3,), "float32")
+    for trainer in rig.trainers:
+        trainer.own.tensors = (*trainer.own.tensors, extra)
+    with pytest.raises(CoverageError, match="unknown"):
+        rig.connect()
+    assert not rig.engines["http://e0"].port.paused
+
+
+def test_programs_for_another_world_are_refused(rigs):
+    rig, _ = rigs(31)
+    rig.connect()
+    engine = rig.engines["http://e0"]
+    attachment = rig.attachments[0]
+    plan = attachment.plan
+    request = m.Attach(
+        LONG, "link", 9, "127.0.0.1", rig.listener.port, "key", 2, 5, plan.wire, plan.digest,
+        tuple(plan.receive_program(0, r).pack() for r in (0, 1)),
+    )  # fmt: skip
+    with pytest.raises(PlanMismatch, match="world size"):
+        engine.client.send(request, Deadline.after(LONG))
+
+
+def test_foreign_control_is_refused_while_an_update_is_open(rigs):
+    rig, tensors = rigs(37)
+    rig.connect()
+    load(rig, tensors)
+    engine = rig.engines["http://e0"]
+    seen: list[bool] = []
+    engine.adapters[0].synchronize = lambda: seen.append(isinstance(engine.front.refusal("continue"), ConflictError))
+    rig.push(1)
+    assert seen
+    assert all(seen)
+    assert engine.front.refusal("continue") is None
+    epoch = engine.front.epoch
+    engine.front.note_foreign_write("update_weights_from_disk")
+    assert engine.front.epoch == epoch + 1
+
+
+def test_repeated_requests_of_one_update_are_safe(rigs):
+    rig, tensors = rigs(41)
+    rig.connect()
+    load(rig, tensors)
+    report = rig.push(1)
+    engine = rig.engines["http://e0"]
+    commits = [line for line in engine.log if "commit" in line]
+    deadline = Deadline.after(LONG)
+    assert engine.client.send(m.Commit(LONG, "link", report.update), deadline).version == 1
+    assert engine.client.send(m.Abort(LONG, "link", report.update), deadline).state is m.EngineState.READY
+    assert [line for line in engine.log if "commit" in line] == commits
+    with pytest.raises(ConflictError):
+        engine.client.send(m.Commit(LONG, "link", "another"), deadline)
+
+
+def test_errors_cross_processes_as_data():
+    info = CoverageError("gone", tensor="w", rank="rank 3", expected=(1, 2), found=None, remedy="look").info()
+    error = rebuild(info)
+    assert isinstance(error, CoverageError)
+    assert "tensor: w" in str(error)
+    assert "expected: (1, 2)" in str(error)
+    status = m.RankStatus(rank=1, seq=2, error=info)
+    assert m.unpack_status(m.pack_status(status)) == status
+    long = m.RankStatus(rank=1, seq=2, error=CoverageError("x" * 100_000, tensor="t" * 9999).info())
+    assert len(m.pack_status(long)) == m.STATUS_BYTES

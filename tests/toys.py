@@ -1,0 +1,128 @@
+"""Tiny Hugging Face checkpoints with non-square shapes, one per family: deterministic, and written in a moment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 250,
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def _qwen3() -> tuple[Any, dict[str, Any]]:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(head_dim=48, **_COMMON)), {}
+
+
+def _llama_tied() -> tuple[Any, dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(head_dim=48, **{**_COMMON, "vocab_size": 251, "tie_word_embeddings": True})), {}
+
+
+def _qwen2_moe() -> tuple[Any, dict[str, Any]]:
+    """Experts 72 wide: at TP2 SGLang's shard of 36 is not aligned, so that its loader pads."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(
+        moe_intermediate_size=72,
+        shared_expert_intermediate_size=160,
+        num_experts=4,
+        num_experts_per_tok=2,
+        **_COMMON,
+    )
+    return Qwen2MoeForCausalLM(config), {}
+
+
+def _qwen3_moe() -> tuple[Any, dict[str, Any]]:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        head_dim=48, moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1, **_COMMON
+    )
+    return Qwen3MoeForCausalLM(config), {}
+
+
+def _deepseek_v3() -> tuple[Any, dict[str, Any]]:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        moe_intermediate_size=72,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=96,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=40,
+        n_shared_experts=1,
+        **{**_COMMON, "num_key_value_heads": 4},
+    )
+    scaling = {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
+    return DeepseekV3ForCausalLM(config), {
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_scaling": scaling,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+_FAMILIES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "qwen3": _qwen3,
+    "llama_tied": _llama_tied,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
+}
+
+
+def make(family: str, path: Path | str) -> Path:
+    """Writes the checkpoint of ``family`` to ``path``, unless it is there already."""
+    path = Path(path)
+    if (path / "config.json").exists():
+        return path
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        model, extra = _FAMILIES[family]()
+        with torch.no_grad():
+            # Norms and biases start as constants, which would hide a swap.
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            for buffer in model.buffers():
+                if buffer.dtype == torch.float32 and buffer.dim() == 1:
+                    buffer.add_(torch.rand_like(buffer) * 0.1)
+        model.to(torch.bfloat16).save_pretrained(path)
+    finally:
+        torch.random.set_rng_state(state)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **extra}, indent=1))
+    return path
