@@ -272,7 +272,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         for piece in cell.pieces:
             if not affine.overlaps(view, piece.map):
                 continue
-            if piece.source == CONSTANT and not _holds(source, piece):
+            if cell.plain and not _holds(source, piece):
                 return Lost("changed outside the dispatcher", cell.sources)
             moved = self._cast(piece, source.dtype, dtype)
             for part in affine.compose(view, piece.map):
@@ -317,11 +317,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         cells: list[Cell | None],
     ) -> Any:
         targets = list(rule.targets(args, kwargs))
-        held = all(key(target) in self.cells and target.device.type != "meta" for target in targets)
+        held = all(key(target) in self.cells for target in targets)
         plain = all(cell is not None and cell.plain for cell in cells)
-        # Assignments of real values are carried out even next to values that are not there; computing needs all of them.
-        read = inputs[len(targets) :] if rule.writes is not None else inputs
-        execute = held and not any(self._hollow(tensor) for tensor in read)
+        execute = held and not any(self._hollow(tensor) for tensor in inputs)
         if rule.writes is not None:
             for target, source in rule.writes(args):
                 self._record(target, source)
@@ -431,12 +429,10 @@ def _sources(found: list[Piece] | Lost) -> frozenset[int]:
 
 
 def _holds(tensor: torch.Tensor, piece: Piece) -> bool:
-    """Whether real memory still has a constant that was seen written to it; a kernel may have changed it unseen."""
-    if tensor.device.type == "meta":
-        return True
+    """Whether real memory still has the constant that was seen written to it; a kernel may have changed it unseen."""
     sizes, strides = [d[0] for d in piece.map.dims], [d[1] for d in piece.map.dims]
     found = tensor.as_strided(sizes, strides, piece.map.at)
-    return bool((found == piece.value).all()) or bool(found.isnan().all() and math.isnan(piece.value))
+    return bool((found.isnan() if math.isnan(piece.value) else found == piece.value).all())
 
 
 def _value(tensor: torch.Tensor) -> float:

@@ -55,6 +55,9 @@ def observe(
             raise LayoutError("unknown dtype", tensor=spec.name, expected=", ".join(ITEMSIZE), found=spec.dtype)
     with torch.inference_mode(False), torch.no_grad():
         snapshot = Snapshot(modules)
+    # Weights that were made in inference mode can be written, also by a recorded write, in that mode only.
+    inference = any(held.tensor.is_inference() for held in snapshot.held)
+    with torch.inference_mode(inference), torch.no_grad():
         before = snapshot.digests()
         try:
             tracker, left, failed = _run(rank, tensors, load, snapshot, frozenset(before), retries)

@@ -16,7 +16,7 @@ from weightlink.hooks.errors import ConfigError, EngineUnavailable, ErrorInfo, P
 from weightlink.hooks.geometry import Layout, TensorSpec
 from weightlink.plan import EngineLayouts, Plan, build_plan, merge_manifest
 from weightlink.program import Program, manifest_digest, verify_local
-from weightlink.rendezvous import local_address_towards, new_key
+from weightlink.rendezvous import connect, local_address_towards, new_key
 from weightlink.wire import Sender, handshake
 
 if TYPE_CHECKING:
@@ -300,7 +300,8 @@ def _join(
             host = group.host if group.rank == 0 else local_address_towards(group.host, group.port)
             for number, program in enumerate(programs):
                 channel = transport.open(
-                    group.root,
+                    # A client of its own: while one call waits in a store's client, every other call on it waits too.
+                    connect(group.host, group.port, deadline),
                     key=head.keys[number],
                     rank=group.rank,
                     size=group.size + head.worlds[number],

@@ -47,7 +47,6 @@ class TrainerGroup:
         self.size = size
         self.host = host
         self.port = port
-        self.root = store
         self._listener = listener
         self._store: dist.Store = store
         self._turn = 0

@@ -233,13 +233,8 @@ class EngineRank:
         return b""
 
     def _join(self, request: m.Join) -> bytes:
-        offer, program = self._offer or (None, None)
-        if (
-            offer is None
-            or program is None
-            or self._layout is None
-            or (offer.link, offer.epoch) != (request.link, request.epoch)
-        ):
+        offered, layout = self._offer, self._layout
+        if offered is None or layout is None or (offered[0].link, offered[0].epoch) != (request.link, request.epoch):
             raise ConflictError(f"link {request.link} epoch {request.epoch} was not attached", rank=str(self._place))
         offer, program = offered
         self._close_link()

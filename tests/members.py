@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,9 +36,10 @@ class Member:
     size: int
     store: dist.Store
     key: str
+    opened: list[Channel] = field(default_factory=list)  #: kept, so that nothing is closed by being forgotten
 
     def open(self, *, key: str = "", seconds: float = LONG) -> Channel:
-        return self.transport.open(
+        channel = self.transport.open(
             self.store,
             key=key or self.key,
             rank=self.rank,
@@ -48,6 +49,8 @@ class Member:
             wire=WireSettings(),
             deadline=Deadline.after(seconds),
         )
+        self.opened.append(channel)
+        return channel
 
 
 Body = Callable[[Member], Any]
@@ -57,8 +60,9 @@ Run = Callable[[int, Body], list[Any]]
 def _member(pipe: Connection, transport: Transport, rank: int, size: int, body: Body) -> None:
     torch.set_num_threads(1)  # a thread pool does not survive a fork
     port, key = pipe.recv()
+    member = Member(transport, rank, size, connect(HOST, port, Deadline.after(LONG)), key)
     try:
-        result = body(Member(transport, rank, size, connect(HOST, port, Deadline.after(LONG)), key))
+        result = body(member)
     except Exception as error:  # noqa: BLE001 - the test looks at it
         result = error
     pipe.send(result)

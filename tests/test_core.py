@@ -601,3 +601,21 @@ def test_errors_cross_processes_as_data():
     assert m.unpack_status(m.pack_status(status)) == status
     long = m.RankStatus(rank=1, seq=2, error=CoverageError("x" * 100_000, tensor="t" * 9999).info())
     assert len(m.pack_status(long)) == m.STATUS_BYTES
+
+
+def test_an_engine_that_cannot_join_is_reported_without_waiting_for_the_deadline(rigs, monkeypatch):
+    import weightlink.rank
+
+    rig, tensors = rigs(43)
+
+    def fail(*_):
+        raise PlanMismatch("no way to the store", rank="rank 1")
+
+    monkeypatch.setattr(weightlink.rank, "connect", fail)
+    with pytest.raises(PlanMismatch, match="no way to the store"):  # not DeadlineExceeded
+        rig.connect()
+    monkeypatch.undo()
+    values = load(rig, tensors)
+    rig.connect()
+    rig.push(1)
+    rig.engines["http://e0"].expect(values)

@@ -11,7 +11,6 @@ import math
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,10 +81,9 @@ class GlooBackend:
     name = "gloo"
     to_itself = False
 
-    #: Tags are a running number per pair and direction above the size of the message modulo a prime below 2**20.
-    #: Without the size, Gloo takes a shorter message for a longer one, and a longer one ends the receiving process.
-    _SIZES = 1048573
-    _NUMBERS = 1 << 10
+    #: The tag of a message is its size modulo a prime; messages of one tag arrive in the order of posting. Without the
+    #: size, Gloo takes a shorter message for a longer one, and a longer one ends the receiving process.
+    _SIZES = (1 << 30) - 35
     _ABORT = (1 << 31) - 1
 
     def __init__(self, store: dist.Store, rank: int, size: int, interface: Any, deadline: Deadline) -> None:
@@ -94,8 +92,6 @@ class GlooBackend:
         options._threads = 1  # for collectives, which we do not use
         options._timeout = milliseconds(deadline)  # limits the forming of the group; waits are given their own
         self._others = [peer for peer in range(size) if peer != rank]
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
         self._group = dist.ProcessGroupGloo(store, rank, size, options)
 
     @staticmethod
@@ -113,11 +109,8 @@ class GlooBackend:
         return [(self._post(transfer), (transfer,)) for transfer in transfers]
 
     def _post(self, transfer: Transfer) -> Any:
-        numbers, post = (self._sent, self._group.send) if transfer.sending else (self._received, self._group.recv)
-        number = numbers[transfer.peer] % self._NUMBERS
-        numbers[transfer.peer] += 1
-        tag = number * (1 << 20) + transfer.data.numel() % self._SIZES
-        return post([transfer.data], transfer.peer, tag)
+        post = self._group.send if transfer.sending else self._group.recv
+        return post([transfer.data], transfer.peer, transfer.data.numel() % self._SIZES)
 
     def wait(self, work: Any, deadline: Deadline) -> None:
         work.wait(milliseconds(deadline))
