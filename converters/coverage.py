@@ -6,6 +6,7 @@ touching an element. Only a view that is no box of its parameter is counted elem
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -106,13 +107,21 @@ def _index(lo: Int64) -> list[int]:
     return values
 
 
-def may_own(layout: Layout, owns_weights: bool) -> list[int]:
+def may_own(layout: Layout, owns_weights: bool, declared: Sequence[str]) -> list[int]:
     """Parameters that the engine's loader never touches, and whose content is the engine's own business.
 
-    :param owns_weights: the engine loaded a checkpoint itself; otherwise only what it computes itself is valid
+    What the engine computes itself (non-persistent buffers) always is. Anything else looks just like a tensor that the
+    trainer forgot, so it must be declared, and the engine must have loaded it.
+
+    :param owns_weights: the engine loaded a checkpoint itself
+    :param declared: local names, or patterns with ``*``, that the trainer's user declared to be the engine's own
     """
     touched = {*layout.regions.param.tolist(), *layout.fills.param.tolist()}
-    return [n for n, p in enumerate(layout.params) if n not in touched and (owns_weights or not p.loaded)]
+
+    def owned(p: ParamSpec) -> bool:
+        return not p.loaded or (owns_weights and any(fnmatch.fnmatchcase(p.name, pattern) for pattern in declared))
+
+    return [n for n, p in enumerate(layout.params) if n not in touched and owned(p)]
 
 
 def prove_destination(
@@ -159,7 +168,11 @@ def prove_destination(
     )
     for number in owned_now:
         if number not in may_own and volume[number]:
-            found.add(params[number].name, rank, "no element is written, and the engine did not load it itself")
+            found.add(
+                params[number].name,
+                rank,
+                "the trainer sends nothing for it; if it is the engine's own, declare it with engine_owned=[...]",
+            )
     _prove_storage(params, rank, found)
     return [params[n].name for n in owned_now]
 

@@ -50,20 +50,28 @@ class Lost(NamedTuple):
 class Cell:
     """What is known about a storage that was made during the replay, in elements of ``dtype``.
 
+    :param pieces: disjoint; elements outside them hold nothing that is known
+    :param lost: why nothing is known; empty if the pieces hold
+    :param sources: canonical tensors that went into it
     :param plain: its values are really there and depend on no weight
     """
 
     dtype: torch.dtype
     pieces: list[Piece] = field(default_factory=list)
-    lost: Lost | None = None
+    lost: str = ""
+    sources: frozenset[int] = frozenset()
     plain: bool = False
     alive: object = None
 
-    @property
-    def sources(self) -> frozenset[int]:
-        if self.lost is not None:
-            return self.lost.sources
-        return frozenset(piece.source for piece in self.pieces if piece.source != CONSTANT)
+    def add(self, pieces: list[Piece]) -> None:
+        """More contents."""
+        self.pieces += pieces
+        self.sources |= _sources(pieces)
+
+    def lose(self, lost: Lost) -> None:
+        """From now on nothing is known."""
+        self.lost = self.lost or lost.reason
+        self.sources |= lost.sources
 
 
 class Write(NamedTuple):
@@ -107,7 +115,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         self.foreign: ReplayError | None = None
         self.closed = False
         self.thread = threading.get_ident()
-        # Canonical tensors whose value became a number, until the next name; and whether any weight's value did.
+        # Canonical tensors whose value became a number since the last name, and ever; whether any weight's value did.
+        self._recent: frozenset[int] = frozenset()
         self._numbers: frozenset[int] = frozenset()
         self._number_read = False
 
@@ -117,13 +126,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         dtype = getattr(torch, spec.dtype)
         tensor = torch.empty(spec.shape, dtype=dtype, device="meta")
         whole = Affine(0, 0, ((tensor.numel(), 1, 1),))
-        self._adopt(tensor, Cell(dtype, [Piece(index, 0.0, None, whole)] if tensor.numel() else []))
+        cell = Cell(dtype)
+        cell.add([Piece(index, 0.0, None, whole)] if tensor.numel() else [])
+        self._adopt(tensor, cell)
         return tensor
 
     def next_name(self) -> None:
-        """The loader asks for its next tensor: numbers read from earlier ones are behind it."""
-        self._numbers = frozenset()
-        self._number_read = False
+        """The loader asks for its next tensor: copies no longer depend on numbers read from earlier ones."""
+        self._recent = frozenset()
 
     def contents(self, tensor: torch.Tensor) -> frozenset[int]:
         """Canonical tensors that went into ``tensor``, which the loader left somewhere."""
@@ -157,7 +167,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             except Exception:
                 self._touch([self.cells.get(key(tensor)) for tensor in tensors(args, kwargs)])
                 raise
-        self.check_thread()
         if rule.kind == "decompose":
             with self:
                 return func.decompose(*args, **kwargs)
@@ -187,7 +196,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         cell = cells[0]
         if self._hollow(inputs[0]):
-            self._numbers |= cell.sources if cell is not None else frozenset()
+            self._recent |= cell.sources if cell is not None else frozenset()
+            self._numbers |= self._recent
             self._number_read = True
             return torch.ones((), dtype=inputs[0].dtype).item()
         self._number_read = self._number_read or cell is None or not cell.plain
@@ -230,13 +240,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
                 value = rule.constant(args, kwargs)
                 cell.plain = value is not None and tensor.device.type != "meta"
                 if value is not None:
-                    cell.pieces = _fill(value, tensor)
+                    cell.add(_fill(value, tensor))
             elif rule.moves is not None:
                 self._move(cell, rule.moves, args, kwargs, tensor, cells)
             elif inputs:
-                cell.lost = Lost(f"computed by {func}", _union(cells))
+                cell.lose(Lost(f"computed by {func}", _union(cells)))
             else:
-                cell.lost = Lost(f"made by {func}")
+                cell.lose(Lost(f"made by {func}"))
             self._adopt(tensor, cell)
         return out
 
@@ -248,13 +258,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
                 if isinstance(item[0], torch.Tensor):
                     found = self._trace(item[0], item[1], out.dtype)
                     if isinstance(found, Lost):
-                        cell.lost = Lost(found.reason, _union(cells))
+                        cell.lose(Lost(found.reason, _union(cells)))
                         return
-                    cell.pieces += found
+                    cell.add(found)
                 elif item[1].numel:
-                    cell.pieces.append(Piece(CONSTANT, _rounded(item[0], out.dtype), None, item[1]))
+                    cell.add([Piece(CONSTANT, _rounded(item[0], out.dtype), None, item[1])])
         except TooComplex:
-            cell.lost = Lost("moved in too many pieces", _union(cells))
+            cell.lose(Lost("moved in too many pieces", _union(cells)))
 
     def _trace(self, source: torch.Tensor, view: Affine, dtype: torch.dtype) -> list[Piece] | Lost:
         """What ``view`` (source address -> destination address) brings to a destination of ``dtype``."""
@@ -263,8 +273,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         cell = self.cells.get(key(source))
         if cell is None:
             return Lost("copied from memory that existed before")
-        if cell.lost is not None:
-            return cell.lost
+        if cell.lost:
+            return Lost(cell.lost, cell.sources)
         if source.dtype != cell.dtype:
             return Lost(f"{dtype_name(cell.dtype)} reinterpreted as {dtype_name(source.dtype)}", cell.sources)
         found: list[Piece] = []
@@ -347,60 +357,54 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         """Element-wise assignment of ``source`` to ``target``."""
         if not target.numel():
             return
-        found: list[Piece] | Lost
-        try:
-            if isinstance(source, torch.Tensor):
-                wide = source if source.shape == target.shape else source.expand(target.shape)
-                found = self._trace(wide, pairs(wide, target), target.dtype)
-                if isinstance(found, Lost) and not found.sources:
-                    cell = self.cells.get(key(source))
-                    if cell is not None and cell.plain and source.numel() == 1:
-                        found = _fill(_value(source), target)
-            else:
-                found = _fill(source, target)
-        except TooComplex:
-            found = Lost("moved in too many pieces", self.contents(source) if torch.is_tensor(source) else frozenset())
-        if self._numbers:
-            found = Lost("depends on a number read from a checkpoint tensor", self._numbers | _sources(found))
-        elif self._number_read and not isinstance(found, Lost) and any(p.source == CONSTANT and p.value for p in found):
-            found = Lost("a constant that may depend on a number read from a weight", _sources(found))
+        found = self._assigned(target, source)
         cell = self.cells.get(key(target))
+        if cell is None and not isinstance(found, Lost):
+            # One cast from the canonical dtype must give what the loader's own chain of casts gives.
+            bad = next((p for p in found if p.source != CONSTANT and p.rounded not in (None, target.dtype)), None)
+            if bad is not None:
+                found = Lost(f"rounded to {dtype_name(bad.rounded or target.dtype)} on the way", _sources(found))
         if cell is not None and target.dtype != cell.dtype:
-            found = Lost(f"written as {dtype_name(target.dtype)}", _sources(found) | cell.sources)
+            found = Lost(f"written as {dtype_name(target.dtype)}", _sources(found))
         if isinstance(found, Lost):
             self._lose(target, found)
         elif cell is None:
-            checked = [self._exact(piece, target.dtype) for piece in found]
-            bad = next((piece for piece in checked if isinstance(piece, Lost)), None)
-            if bad is not None:
-                self._lose(target, bad)
-                return
             low, high = span(target).bounds()
             self.writes.append(Write(key(target), target.dtype, low, high, tuple(found), None))
-        elif cell.lost is None:
+        else:
             try:
                 over = span(target)
-                cell.pieces = [
-                    old._replace(map=part) for old in cell.pieces for part in affine.subtract(old.map, over)
-                ] + found
+                cell.pieces = [p._replace(map=part) for p in cell.pieces for part in affine.subtract(p.map, over)]
+                cell.add(found)
             except TooComplex:
-                cell.lost = Lost("moved in too many pieces", _sources(found) | cell.sources)
-        else:
-            cell.lost = Lost(cell.lost.reason, cell.lost.sources | _sources(found))
+                cell.lose(Lost("moved in too many pieces", _sources(found)))
 
-    def _exact(self, piece: Piece, dtype: torch.dtype) -> Piece | Lost:
-        """One cast from the canonical dtype must give what the loader's own chain of casts gives."""
-        if piece.source == CONSTANT or piece.rounded in (None, dtype):
-            return piece
-        reason = f"rounded to {dtype_name(piece.rounded or dtype)} before it is stored as {dtype_name(dtype)}"
-        return Lost(reason, frozenset({piece.source}))
+    def _assigned(self, target: torch.Tensor, source: torch.Tensor | float) -> list[Piece] | Lost:
+        """What element-wise assignment of ``source`` leaves in ``target``."""
+        found: list[Piece] | Lost
+        if isinstance(source, torch.Tensor):
+            wide = source if source.shape == target.shape else source.expand(target.shape)
+            cell = self.cells.get(key(source))
+            try:
+                found = self._trace(wide, pairs(wide, target), target.dtype)
+            except TooComplex:
+                found = Lost("moved in too many pieces", self.contents(source))
+            if isinstance(found, Lost) and cell is not None and cell.plain and source.numel() == 1:
+                found = _fill(float(source.item()), target)
+        else:
+            found = _fill(source, target)
+        if self._recent:
+            return Lost("depends on a number read from a checkpoint tensor", self._recent | _sources(found))
+        if self._number_read and not isinstance(found, Lost) and any(p.source == CONSTANT and p.value for p in found):
+            return Lost("a constant that may depend on a number read from a weight", self._numbers | _sources(found))
+        return found
 
     def _lose(self, target: torch.Tensor, lost: Lost) -> None:
         if not target.numel():
             return
         cell = self.cells.get(key(target))
         if cell is not None:
-            cell.lost = Lost(lost.reason, lost.sources | cell.sources)
+            cell.lose(lost)
             return
         low, high = span(target).bounds()
         self.writes.append(Write(key(target), target.dtype, low, high, (), lost))
@@ -433,10 +437,6 @@ def _holds(tensor: torch.Tensor, piece: Piece) -> bool:
     sizes, strides = [d[0] for d in piece.map.dims], [d[1] for d in piece.map.dims]
     found = tensor.as_strided(sizes, strides, piece.map.at)
     return bool((found.isnan() if math.isnan(piece.value) else found == piece.value).all())
-
-
-def _value(tensor: torch.Tensor) -> float:
-    return float(tensor.item())
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

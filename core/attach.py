@@ -101,7 +101,7 @@ def attach(
         made.append(plan)
         seconds = time.monotonic() - started
         keys = tuple(new_key() for _ in clients)
-        _offer(plan, link, epoch, group, clients, keys, deadline)
+        _offer(plan, link, epoch, group, clients, keys, settings.engine_owned, deadline)
         worlds = tuple(e.world for e in plan.engines)
         sent = tuple(plan.sent_bytes.tolist()) + (0,) * (group.size - len(plan.sent_bytes))
         return msgspec.msgpack.encode(_Head(plan.manifest, plan.digest, seconds, sent, keys, worlds))
@@ -207,7 +207,12 @@ def _plan(
     replies, failures = fan_out(clients, lambda c: c.send(request, deadline))
     raise_failures(failures, "describe their layouts")
     engines = [
-        EngineLayouts(client.name, [Layout.unpack(data) for data in replies[client.name].layouts], context.owns_weights)
+        EngineLayouts(
+            client.name,
+            [Layout.unpack(data) for data in replies[client.name].layouts],
+            context.owns_weights,
+            settings.engine_owned,
+        )
         for client, context in zip(clients, contexts, strict=True)
     ]
     for engine, context in zip(engines, contexts, strict=True):
@@ -228,6 +233,7 @@ def _offer(
     group: TrainerGroup,
     clients: Sequence[EngineClient],
     keys: Sequence[str],
+    engine_owned: tuple[str, ...],
     deadline: Deadline,
 ) -> None:
     """Every engine rank proves its own program before any group is formed."""
@@ -248,6 +254,7 @@ def _offer(
             plan.wire,
             plan.digest,
             tuple(plan.receive_program(number, rank).pack() for rank in range(world)),
+            engine_owned,
         )
         return client.send(request, deadline)
 

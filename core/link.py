@@ -41,8 +41,8 @@ def connect(
     :param engines: base URLs of engines that run with weightlink
     :param group: the trainer's ranks; the default process group if None, this process alone if there is none
     :param settings: fields of :class:`LinkSettings` (``timeout``, ``token``, ``host``, ``pause_mode``, ``strict``,
-        ``min_engines``, ``family``, ``ignore``) and of :class:`WireSettings` (``transport``, ``bucket_bytes``,
-        ``direct_bytes``, ``max_peers``)
+        ``min_engines``, ``family``, ``ignore``, ``engine_owned``) and of :class:`WireSettings` (``transport``,
+        ``bucket_bytes``, ``direct_bytes``, ``max_peers``)
     :raises WeightlinkError: the same on every rank; no weight has been changed then
     """
     chosen = _settings(settings)

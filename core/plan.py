@@ -33,11 +33,13 @@ from weightlink.schedule import colour_rounds
 
 @dataclass(frozen=True)
 class EngineLayouts:
-    """One engine: a name for messages, its ranks' layouts over the manifest, and whether it loaded its own weights."""
+    """One engine: a name for messages, its ranks' layouts over the manifest, whether it loaded its own weights, and
+    the local names (patterns) that the user declared to be its own business."""
 
     name: str
     layouts: Sequence[Layout]
     owns_weights: bool = True
+    declared: tuple[str, ...] = ()
 
 
 @dataclass
@@ -208,7 +210,7 @@ def prove_engine(plan: EnginePlan, engine: EngineLayouts) -> list[str]:
                 np.concatenate([plan.size[rows], fills.size]),
                 np.concatenate([plan.dst_stride[rows], fills.stride]),
                 rank=f"{engine.name} {layout.rank}",
-                owned=may_own(layout, engine.owns_weights),
+                owned=may_own(layout, engine.owns_weights, engine.declared),
                 found=found,
             )
         )

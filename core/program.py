@@ -249,7 +249,13 @@ def verify_local(program: Program, layout: Layout, tensor_of: Int64, *, rank: st
 
 
 def verify_receive(
-    program: Program, layout: Layout, *, plan_digest: str, rank: str, owns_weights: bool = True
+    program: Program,
+    layout: Layout,
+    *,
+    plan_digest: str,
+    rank: str,
+    owns_weights: bool = True,
+    declared: Sequence[str] = (),
 ) -> list[str]:
     """The receiver's own proof, before any byte: the program and the layout's fills write every element exactly once.
 
@@ -286,7 +292,7 @@ def verify_receive(
         np.concatenate([c.size, f.size]),
         np.concatenate([c.stride, f.stride]),
         rank=rank,
-        owned=may_own(layout, owns_weights),
+        owned=may_own(layout, owns_weights, declared),
         found=violations,
     )
     violations.raise_if_any("the plan does not cover the engine's weights exactly once", COVERAGE_REMEDY)

@@ -228,6 +228,7 @@ class EngineRank:
             plan_digest=request.plan_digest,
             rank=str(self._place),
             owns_weights=self._adapter.context().owns_weights,
+            declared=request.engine_owned,
         )
         self._offer = (request, program)
         return b""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 #: Built-in plugins by dotted module name; each is registered like a third party's.
 BUILTINS = (
     "weightlink.converters.families",
+    "weightlink.plugins.demo",
     "weightlink.plugins.megatron",
     "weightlink.plugins.transports",
 )

@@ -113,6 +113,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     :param plan_digest: digest of the whole plan, hexadecimal
     :param host, port: where trainer rank 0's store listens
     :param key: unguessable prefix of this epoch's keys in that store
+    :param engine_owned: local names, or patterns, that the trainer's user leaves to the engine
     :param trainers: trainer ranks; they are group ranks ``0 .. trainers-1``, engine rank r is ``trainers + r``
     """
 
@@ -127,6 +128,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     wire: WireSettings
     plan_digest: str
     programs: tuple[bytes, ...]
+    engine_owned: tuple[str, ...] = ()
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):

@@ -41,7 +41,9 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     :param strict: one failed engine keeps every engine from committing
     :param min_engines: engines that must commit for a push to count as successful; None means all of them
     :param family: model family by name, if the engine's architecture should not decide
-    :param ignore: canonical names (or ``prefix*``) that no engine rank needs to consume
+    :param ignore: canonical names, or patterns with ``*``, that no engine rank needs to consume
+    :param engine_owned: an engine's own names, or patterns, for parameters that its loader never touches and that it
+        has loaded itself; without it such a parameter is taken for one that the trainer forgot
     """
 
     timeout: Positive = 600.0
@@ -52,6 +54,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_engines: Annotated[int, Meta(ge=1)] | None = None
     family: str | None = None
     ignore: tuple[str, ...] = ()
+    engine_owned: tuple[str, ...] = ()
     wire: WireSettings = WireSettings()
 
 

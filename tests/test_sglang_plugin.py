@@ -16,7 +16,7 @@ import pytest
 import toys
 import weightlink
 from safetensors.torch import load_file
-from servers import Server, launch
+from servers import Server, launch, serve
 from weightlink.client import HttpClient
 from weightlink.hooks import hookimpl
 from weightlink.hooks import messages as m
@@ -29,7 +29,9 @@ from weightlink.plugins.sglang import flags
 
 TOKEN = "a-token-that-only-this-test-knows"
 PROMPT = [5, 17, 42, 99, 3]
-SECONDS = 240.0
+SECONDS = 400.0
+
+pytestmark = pytest.mark.timeout(600)
 
 
 # --- settings, without SGLang ---------------------------------------------------------------------------------------
@@ -191,13 +193,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """All servers of this module, started at the same time."""
+    """Servers that several tests share, started at the same time."""
     folder = tmp_path_factory.mktemp("servers")
     with contextlib.ExitStack() as stack:
         started = {
             "loaded": launch(checkpoint, folder, tp=2, token=TOKEN, flags=["--weightlink-max-message-bytes", "65536"]),
             "dummy": launch(checkpoint, folder, tp=2, flags=["--load-format", "dummy"]),
-            "plain": launch(checkpoint, folder, weightlink=False),
         }
         for server in started.values():
             stack.callback(server.stop)
@@ -299,13 +300,11 @@ def test_stock_routes_work_beside_ours(loaded: Server) -> None:
 
 
 @pytest.mark.server
-def test_without_the_flag_there_are_no_routes(launched: dict[str, Server]) -> None:
-    plain = launched["plain"]
-    plain.wait_up(SECONDS)
-    assert control(plain, m.Describe(10)).status_code == 404
-    assert plain.http.get("/weightlink/v1/status").status_code == 404
-    assert len(plain.generate(PROMPT, 4)) == 4
-    plain.stop()
+def test_without_the_flag_there_are_no_routes(checkpoint: Path, tmp_path: Path) -> None:
+    with serve(checkpoint, tmp_path, weightlink=False, seconds=SECONDS) as plain:
+        assert control(plain, m.Describe(10)).status_code == 404
+        assert plain.http.get("/weightlink/v1/status").status_code == 404
+        assert len(plain.generate(PROMPT, 4)) == 4
 
 
 # --- a trainer that holds a plain checkpoint ------------------------------------------------------------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
 
-class WeightlinkReqInput(BaseReq, kw_only=True):  # type: ignore[misc]
+class WeightlinkReqInput(BaseReq):  # type: ignore[misc]
     """A command. ``seq`` comes back in the reply; empty ``data`` asks for the engine's context."""
 
     seq: int
     data: bytes
 
 
-class WeightlinkReqOutput(BaseReq, kw_only=True):  # type: ignore[misc]
+class WeightlinkReqOutput(BaseReq):  # type: ignore[misc]
     """The answer of engine rank 0."""
 
     seq: int

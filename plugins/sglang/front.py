@@ -29,6 +29,7 @@ class SGLangPort:
         self._manager = manager
         self._foreign = foreign
         self._seq = 0
+        self.holds = False  #: we have paused the engine and not resumed it yet
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
 
     @property
@@ -48,7 +49,7 @@ class SGLangPort:
         self._manager.auto_create_handle_loop()
         self._seq += 1
         seq = self._seq
-        answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[seq] = answer
         try:
             await self._manager._async_dispatch_to_scheduler(WeightlinkReqInput(seq=seq, data=data))
@@ -65,6 +66,7 @@ class SGLangPort:
     async def pause(self, mode: PauseMode) -> None:
         """Pause as ``/pause_generation`` does."""
         self._manager.auto_create_handle_loop()
+        self.holds = True
         with gates.ours():
             await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
@@ -72,6 +74,7 @@ class SGLangPort:
         """Continue as ``/continue_generation`` does; emptying the allocator's cache would only cost time."""
         with gates.ours():
             await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        self.holds = False
 
     async def committed(self, version: int) -> None:
         """Show the version here too: the schedulers keep their own copy."""
@@ -118,6 +121,12 @@ class Control:
         self.front = EngineFront(self.port, self.settings, owns_weights=get_model().load_format != "dummy")
 
     @property
+    def serving(self) -> bool:
+        """Requests can be answered with committed weights. During the first update of a dummy start they are turned
+        away, not left to wait: if it is given up, there is still nothing to answer them with."""
+        return self.front.serving and (self.front.owns_weights or self.settings.serve_unready)
+
+    @property
     def warming_up(self) -> bool:
         """SGLang's HTTP server is still starting: its own warm-up request must be answered."""
         return self.http and self._manager.server_status == ServerStatus.Starting
@@ -141,7 +150,7 @@ def mount(*args: Any, **kwargs: Any) -> None:
 
     control = (kwargs["tokenizer_manager"] if "tokenizer_manager" in kwargs else args[1]).weightlink
     control.http = True
-    routes.add(app, control.front, control.settings)
+    routes.add(app, control)
     app.add_middleware(gates.Gate, control=control)
     for error in (ConflictError, EngineUnavailable):
         app.add_exception_handler(error, gates.answer)

@@ -15,7 +15,6 @@ from weightlink.hooks.messages import EngineState
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
-    from weightlink.front import EngineFront
     from weightlink.plugins.sglang.front import Control
 
 
@@ -89,15 +88,23 @@ def ours() -> Iterator[None]:
         _ours.reset(token)
 
 
-def unready(front: EngineFront) -> EngineUnavailable | None:
+def unready(control: Control) -> EngineUnavailable | None:
     """Why generation requests cannot be answered, or None."""
-    if front.serving:
+    if control.serving:
         return None
-    if front.state is EngineState.DIRTY:
+    if control.front.state is EngineState.DIRTY:
         why = "an update failed half way and the engine holds mixed weights: it needs a full update"
     else:
         why = "the engine started on dummy weights and no version was committed yet"
     return EngineUnavailable(f"not ready: {why}", remedy="push from the trainer")
+
+
+def conflict(control: Control, name: str) -> ConflictError | None:
+    """Why the foreign control call ``name`` must not run now, or None."""
+    refusal = control.front.refusal(name)
+    if refusal is None and control.port.holds:  # no update is open, but a layout is being observed
+        refusal = ConflictError(f"{name} is refused while weightlink has paused the engine", remedy="try again")
+    return refusal
 
 
 async def guarded(name: str, writes: bool, manager: Any, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -105,7 +112,7 @@ async def guarded(name: str, writes: bool, manager: Any, call: Callable[[], Awai
     control: Control = manager.weightlink
     if _ours.get():
         return await call()
-    refusal = control.front.refusal(name)
+    refusal = conflict(control, name)
     if refusal is not None:
         raise refusal
     control.foreign.append(name)
@@ -136,7 +143,7 @@ async def check_weights(original: Callable[..., Awaitable[Any]], manager: Any, o
 def generate_request(original: Callable[..., Any], manager: Any, obj: Any, *rest: Any, **named: Any) -> Any:
     """Around ``generate_request``: raises :class:`EngineUnavailable` for Python callers while nothing can be served."""
     health = isinstance(obj.rid, str) and obj.rid.startswith(HEALTH_CHECK_RID_PREFIX)  # liveness is not readiness
-    refusal = None if health or manager.weightlink.warming_up else unready(manager.weightlink.front)
+    refusal = None if health or manager.weightlink.warming_up else unready(manager.weightlink)
     if refusal is not None:
         raise refusal
     return original(manager, obj, *rest, **named)
@@ -144,7 +151,7 @@ def generate_request(original: Callable[..., Any], manager: Any, obj: Any, *rest
 
 def is_ready(_result: bool, manager: Any) -> bool | None:
     """After ``is_ready``: not before there is something to serve."""
-    return None if manager.weightlink.front.serving else False
+    return None if manager.weightlink.serving else False
 
 
 class Gate:
@@ -167,10 +174,10 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _refuse(self, path: str) -> JSONResponse | None:
-        front = self._control.front
-        if path.removeprefix("/") in CONTROL and (conflict := front.refusal(path)) is not None:
-            return refused(conflict, 409)
-        if path in GENERATION and not self._control.warming_up and (why := unready(front)) is not None:
+        name, control = path.removeprefix("/"), self._control
+        if name in CONTROL and (taken := conflict(control, name)) is not None:
+            return refused(taken, 409)
+        if path in GENERATION and not control.warming_up and (why := unready(control)) is not None:
             return refused(why, 503)
         return None
 

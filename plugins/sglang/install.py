@@ -6,8 +6,8 @@ patched function after SGLang has applied them, in every process, and the proces
 
 from __future__ import annotations
 
+import multiprocessing
 import pkgutil
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,11 +23,16 @@ class Hook(NamedTuple):
 
 
 def hooks() -> list[Hook]:
-    """The hooks of this process. The detokenizer has nothing to hook and is spared the imports."""
-    scheduler = "sglang.srt.managers.scheduler"
-    if "sglang.srt.managers.detokenizer_manager" in sys.modules and scheduler not in sys.modules:
+    """The hooks of this process: every hook costs time, so SGLang's child processes get only those they need."""
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    role = getattr(target, "__module__", "")
+    if role == "sglang.srt.managers.detokenizer_manager":
         return []
-    from weightlink.plugins.sglang import front, rank
+    from weightlink.plugins.sglang import rank
+
+    if role == "sglang.srt.managers.scheduler":
+        return rank.HOOKS
+    from weightlink.plugins.sglang import front
 
     return [*front.HOOKS, *rank.HOOKS]
 

@@ -16,14 +16,15 @@ from weightlink.hooks.errors import ConfigError, ConflictError, ErrorInfo
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from weightlink.front import EngineFront
-    from weightlink.hooks.settings import EngineSettings
+    from weightlink.plugins.sglang.front import Control
 
 PREFIX = "/weightlink/v1"
 MSGPACK = "application/msgpack"
 
 
-def add(app: FastAPI, front: EngineFront, settings: EngineSettings) -> None:
+def add(app: FastAPI, engine: Control) -> None:
     """Add the routes. SGLang's keys guard them like its own weight routes; our token is checked here."""
+    front, settings = engine.front, engine.settings
 
     async def control(request: Request) -> Response:
         if not authorised(request, settings.token):
@@ -46,7 +47,7 @@ def add(app: FastAPI, front: EngineFront, settings: EngineSettings) -> None:
         return JSONResponse(
             {
                 "state": front.state.value,
-                "serving": front.serving,
+                "serving": engine.serving,
                 "version": front.version,
                 "update": front.update,
                 "epoch": front.epoch,

@@ -1,0 +1,233 @@
+"""What Megatron ranks do in the update tests; run by megatron_worker.py, so each function is one case on every rank."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+import weightlink
+from megatron_worker import DTYPES
+from weightlink.converters.checkpoint import context_from_checkpoint
+from weightlink.hooks.errors import UpdateFailed, WeightlinkError
+from weightlink.plugins.megatron import cpu as megatron_cpu
+from weightlink.plugins.megatron import load_hf
+
+
+def _model(path: str, dtype: str = "bfloat16", config: dict[str, Any] | None = None, **parallel: Any) -> list[Any]:
+    torch.manual_seed(100 + dist.get_rank())
+    hf_config = {**context_from_checkpoint(Path(path)).hf_config, **(config or {})}
+    return megatron_cpu.build_model(hf_config, dtype=DTYPES[dtype], **parallel)
+
+
+def _scale(chunks: list[Any], factor: float) -> None:
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(factor)
+
+
+def push(
+    path: str,
+    urls: list[str],
+    versions: list[int],
+    factors: list[float] | None = None,
+    settings: dict[str, Any] | None = None,
+    **parallel: Any,
+) -> list[dict[str, Any]]:
+    """Load the checkpoint, connect, push each version (its weights scaled by its factor), close. The reports."""
+    chunks = _model(path, **parallel)
+    load_hf(chunks, path, timeout=60)
+    reports = []
+    with weightlink.connect(chunks, urls, **{"timeout": 60.0, **(settings or {})}) as link:
+        for version, factor in zip(versions, factors or [1.0] * len(versions), strict=True):
+            _scale(chunks, factor)
+            report = link.push(version)
+            reports.append({"bytes": report.bytes, "sent": list(report.sent), "json": report.json()})
+    return reports
+
+
+def after_step(path: str, urls: list[str], version: int, overlap: bool) -> bool:
+    """Train two steps under DDP with a distributed optimizer, every rank on the same batch, and push at once. True if
+    this rank's resident weights were stale before the push."""
+    chunks = _model(path)
+    load_hf(chunks, path, timeout=60)
+    ddp, optimizer = megatron_cpu.wrap_for_training(chunks, lr=1e-2, overlap=overlap, bucket_size=10000)
+    tokens = torch.arange(1, 17)[None] * 7 % 250
+    for _ in range(2):
+        megatron_cpu.train_step(ddp, optimizer, [(tokens, tokens.roll(-1, 1))])
+    with weightlink.connect(ddp, urls, timeout=60.0) as link:
+        # Connecting reads the layout and so brings the weights up to date: train once more behind its back.
+        megatron_cpu.train_step(ddp, optimizer, [(tokens, tokens.roll(-1, 1))])
+        before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+        link.push(version)
+    after = [p.detach() for chunk in chunks for p in chunk.parameters()]
+    return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def refused(
+    path: str,
+    urls: list[str],
+    version: int | None = None,
+    settings: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    trouble: str = "",
+    **parallel: Any,
+) -> dict[str, Any]:
+    """Connect, and push if a version is given, expecting an error: its kind, text and whether it came in time."""
+    chunks = _model(path, config=config, **parallel)
+    if trouble:
+        _TROUBLES[trouble](chunks)
+    options = {"timeout": 40.0, **(settings or {})}
+    started = time.monotonic()
+    try:
+        with weightlink.connect(chunks, urls, **options) as link:
+            if version is not None:
+                link.push(version)
+    except WeightlinkError as error:
+        late = time.monotonic() - started > options["timeout"] + 10
+        failures = [f.kind for f in error.failures] if isinstance(error, UpdateFailed) else []
+        return {"kind": type(error).__name__, "text": str(error), "late": late, "failures": failures}
+    return {"kind": "", "text": "nothing was raised", "late": False, "failures": []}
+
+
+def _unknown_parameter(chunks: list[Any]) -> None:
+    layer = chunks[0].decoder.layers[0].self_attention
+    layer.register_parameter("oddity", torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)))
+    plain = layer.sharded_state_dict
+
+    def with_oddity(prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        state = plain(prefix, sharded_offsets, metadata)
+        key = f"{prefix}oddity"
+        state[key] = ShardedTensor.from_rank_offsets(key, layer.oddity.data, replica_id=(0, 0, 0))
+        return state
+
+    layer.sharded_state_dict = with_oddity
+
+
+def _missing_tensor(chunks: list[Any]) -> None:
+    """A model that forgets one of its own tensors on every rank."""
+    layer = chunks[0].decoder.layers[0].mlp
+    plain = layer.sharded_state_dict
+
+    def without_fc2(prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        state = plain(prefix, sharded_offsets, metadata)
+        return {key: value for key, value in state.items() if "linear_fc2" not in key}
+
+    layer.sharded_state_dict = without_fc2
+
+
+def _sent_twice(chunks: list[Any]) -> None:
+    """Layer 1 claims the name of layer 0's tensor, with memory of its own."""
+    first, second = (chunks[0].decoder.layers[n].mlp for n in (0, 1))
+    plain = first.sharded_state_dict
+
+    def doubled(prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        state = plain(prefix, sharded_offsets, metadata)
+        again = second.sharded_state_dict(prefix, sharded_offsets, metadata)
+        state["again"] = next(value for key, value in again.items() if key.endswith("linear_fc2.weight"))
+        return state
+
+    first.sharded_state_dict = doubled
+
+
+def _world_of_another_size(chunks: list[Any]) -> None:
+    """Programs for one engine rank less than there are."""
+    import msgspec
+    from weightlink.client import EngineClient
+    from weightlink.hooks import messages as m
+
+    plain = EngineClient.send
+
+    def send(self: Any, request: Any, deadline: Any) -> Any:
+        if isinstance(request, m.Attach):
+            request = msgspec.structs.replace(request, world=request.world - 1, programs=request.programs[:-1])
+        return plain(self, request, deadline)
+
+    EngineClient.send = send  # type: ignore[method-assign]
+
+
+def _lose_a_copy(chunks: list[Any]) -> None:
+    """A plan that forgets one copy after its own proof: only the receiver can notice."""
+    from weightlink.plan import Plan
+
+    plain = Plan.receive_program
+
+    def receive_program(self: Any, engine: int, rank: int) -> Any:
+        program = plain(self, engine, rank)
+        for name in program.copies.COLUMNS:
+            setattr(program.copies, name, getattr(program.copies, name)[:-1])
+        return program
+
+    Plan.receive_program = receive_program  # type: ignore[method-assign]
+
+
+_TROUBLES = {
+    "unknown": _unknown_parameter,
+    "missing": _missing_tensor,
+    "twice": _sent_twice,
+    "world": _world_of_another_size,
+    "lost": _lose_a_copy,
+}
+
+
+def meddle(path: str, urls: list[str], version: int, calls: list[str], **parallel: Any) -> list[list[int]]:
+    """Push while rank 0 makes foreign calls in the middle of the transfer: their HTTP statuses."""
+    from weightlink.wire import Sender
+
+    chunks = _model(path, **parallel)
+    load_hf(chunks, path, timeout=60)
+    statuses: list[list[int]] = []
+    run = Sender.run
+
+    def run_and_call(self: Any, *args: Any) -> Any:
+        if dist.get_rank() == 0:
+            with httpx.Client(base_url=urls[0], trust_env=False, timeout=20) as http:
+                statuses.append([http.post(call, json={}).status_code for call in calls])
+        return run(self, *args)
+
+    Sender.run = run_and_call  # type: ignore[method-assign]
+    with weightlink.connect(chunks, urls, timeout=60.0) as link:
+        link.push(version)
+    return statuses
+
+
+def broken_push(path: str, urls: list[str], version: int, **parallel: Any) -> dict[str, Any]:
+    """The last rank dies half way through the transfer (it raises); then a second push over the same link heals."""
+    from weightlink.wire import Sender
+
+    chunks = _model(path, **parallel)
+    load_hf(chunks, path, timeout=60)
+    run = Sender.run
+
+    def fail(self: Any, *args: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("this trainer rank breaks")
+        return run(self, *args)
+
+    with (
+        weightlink.connect(chunks, urls, timeout=60.0) as link,
+        httpx.Client(base_url=urls[0], trust_env=False) as http,
+    ):
+        Sender.run = fail  # type: ignore[method-assign]
+        result: dict[str, Any] = {}
+        try:
+            link.push(version)
+        except WeightlinkError as error:
+            result["error"] = str(error)
+        Sender.run = run  # type: ignore[method-assign]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            result["state"] = http.get("/weightlink/v1/status").json()
+            result["ready"] = http.get("/ready").status_code
+            result["continue"] = http.post("/continue_generation", json={}).status_code
+            result["generate"] = http.post("/generate", json={"input_ids": [1, 2]}).status_code
+        dist.barrier()
+        report = link.push(version + 1)
+        result["healed"] = [engine.committed for engine in report.engines]
+    return result
