@@ -18,6 +18,7 @@ from weightlink.hooks.errors import (
     EngineUnavailable,
     ErrorInfo,
     UpdateFailed,
+    WeightlinkError,
     describe,
     rebuild,
 )
@@ -53,10 +54,9 @@ class EngineClient(ABC):
             return reply
         if reply.error.kind != UpdateFailed.__name__:
             raise rebuild(self.located(reply.error))
-        failures = tuple(self.located(failure) for failure in reply.failures)
-        if len({(f.kind, f.message) for f in failures}) == 1:
-            raise rebuild(failures[0])
-        raise UpdateFailed(f"{self.name}: {reply.error.message}", rank=self.name, failures=failures)
+        raise together(
+            [self.located(failure) for failure in reply.failures], f"{self.name}: {reply.error.message}", self.name
+        )
 
     def located(self, info: ErrorInfo) -> ErrorInfo:
         """An engine's error with the engine's name in its rank."""
@@ -167,11 +167,19 @@ def fan_out(
     return results, failures
 
 
+def together(failures: Sequence[ErrorInfo], message: str, rank: str = "") -> WeightlinkError:
+    """One error for several: the first with the others as its causes if all are of one kind, else a list under
+    ``message``."""
+    kinds = {failure.kind for failure in failures}
+    if len(kinds) != 1:
+        return UpdateFailed(message, rank=rank, causes=tuple(failures))
+    first, rest = failures[0], failures[1:]
+    others = tuple(f for f in rest if (f.message, f.tensor) != (first.message, first.tensor))
+    return rebuild(msgspec.structs.replace(first, causes=(*first.causes, *others)))
+
+
 def raise_failures(failures: dict[str, ErrorInfo], what: str) -> None:
     """Raise one error for all engines that failed; a single one as it is."""
     if not failures:
         return
-    listed = tuple(failures.values())
-    if len(listed) == 1:
-        raise rebuild(listed[0])
-    raise UpdateFailed(f"{len(listed)} engines failed to {what}", failures=listed)
+    raise together(list(failures.values()), f"{len(failures)} engines failed to {what}")

@@ -226,7 +226,7 @@ class EngineFront:
                 await self._command(request, deadline, "every rank to be paused and idle")
                 return
             except UpdateFailed as failed:
-                if deadline.expired or any(f.kind != ConflictError.__name__ for f in failed.failures):
+                if deadline.expired or any(f.kind != ConflictError.__name__ for f in failed.causes):
                     raise
             await asyncio.sleep(wait)
             wait = min(wait * 2, POLL_MOST)
@@ -358,7 +358,7 @@ class EngineFront:
         failures = tuple(reply.status.error for reply in replies if reply.status.error is not None)
         if failures:
             name = type(request).__name__.lower()
-            raise UpdateFailed(f"{len(failures)} of {len(replies)} ranks failed to {name}", failures=failures)
+            raise UpdateFailed(f"{len(failures)} of {len(replies)} ranks failed to {name}", causes=failures)
         return replies
 
     async def _collect(self, seq: int, deadline: Deadline, what: str, grace: float = 0.0) -> list[m.RankReply]:
@@ -384,7 +384,7 @@ class EngineFront:
         context: m.EngineContext | None = None,
         layouts: tuple[bytes, ...] = (),
     ) -> m.Reply:
-        failures = error.failures if isinstance(error, UpdateFailed) else self._failures
+        failures = error.causes if isinstance(error, UpdateFailed) else self._failures
         return m.Reply(
             state=self.state,
             version=self.version,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from weightlink.hooks.errors import ConfigError, DeadlineExceeded, ErrorInfo, UpdateFailed, describe, rebuild
+from weightlink.client import together
+from weightlink.hooks.errors import ConfigError, DeadlineExceeded, ErrorInfo, describe, rebuild
 from weightlink.rendezvous import Rendezvous, connect, new_key
 
 if TYPE_CHECKING:
@@ -121,9 +122,7 @@ class TrainerGroup:
             return
         if error is not None and len(failures) == 1:
             raise error
-        if len({(f.kind, f.message, f.tensor) for f in failures}) == 1:
-            raise rebuild(failures[0]) from error
-        raise UpdateFailed(f"{len(failures)} trainer ranks failed: {what}", failures=tuple(failures)) from error
+        raise together(failures, f"{len(failures)} trainer ranks failed: {what}") from error
 
     def together(self, work: Callable[[], T], deadline: Deadline, what: str) -> T:
         """Run ``work`` on every rank; its result, or on every rank the error of whichever failed."""

@@ -51,8 +51,12 @@ def connect(
         raise ConfigError("engines must be a non-empty list of different URLs", found=names)
     deadline = Deadline.after(chosen.timeout)
     manager = plugins or PluginManager()
-    link = Link(model, names, group, chosen, manager, deadline)
-    link._attach(deadline)
+    link = Link(names, group, chosen, manager, deadline)
+    try:
+        link._start(model, deadline)
+    except BaseException as error:
+        link._abandon(error)
+        raise
     return link
 
 
@@ -76,7 +80,6 @@ class Link:
 
     def __init__(
         self,
-        model: object,
         engines: Sequence[str],
         group: dist.ProcessGroup | None,
         settings: LinkSettings,
@@ -92,13 +95,8 @@ class Link:
         self._attachment: Attachment | None = None
         self._closed = False
         self._clients: list[EngineClient] = []
-        # Errors in what follows are each rank's own until the group exists; then they are everybody's.
+        self._adapter: TrainingAdapter | None = None
         self._group = TrainerGroup.form(group, lambda: self._host(settings), deadline)
-        self._adapter: TrainingAdapter = self._group.together(
-            lambda: self._start(model, settings), deadline, "every trainer rank to start the link"
-        )
-        first = self._group.broadcast(self.id.encode(), deadline, "the link's id")
-        self.id = first.decode()
 
     def _host(self, settings: LinkSettings) -> str:
         if settings.host is not None:
@@ -107,10 +105,28 @@ class Link:
         client.close()
         return local_address_towards(client.host, client.port)
 
-    def _start(self, model: object, settings: LinkSettings) -> TrainingAdapter:
-        if self._group.rank == 0:
-            self._clients = [HttpClient(url, settings.token) for url in self._engines]
-        return self._plugins.training_adapter(model)
+    def _start(self, model: object, deadline: Deadline) -> None:
+        self.id = self._group.broadcast(self.id.encode(), deadline, "the link's id").decode()
+
+        def start() -> TrainingAdapter:
+            if self._group.rank == 0:
+                self._clients = [HttpClient(url, self.settings.token) for url in self._engines]
+            return self._plugins.training_adapter(model)
+
+        self._adapter = self._group.together(start, deadline, "every trainer rank to start the link")
+        self._attach(deadline)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Leave what never became a link, together: the rank that hosts the store must not go before the others have
+        read the verdict."""
+        self._closed = True
+        self._drop()
+        for client in self._clients:
+            client.close()
+        try:
+            self._group.close(Deadline.after(_CLOSE_SECONDS))
+        except WeightlinkError as failed:
+            error.add_note(f"leaving the link failed too: {failed}")
 
     def _attach(self, deadline: Deadline) -> None:
         self._epoch += 1
@@ -121,12 +137,17 @@ class Link:
             link=self.id,
             epoch=self._epoch,
             group=self._group,
-            adapter=self._adapter,
+            adapter=self._require_adapter(),
             clients=self._clients,
             settings=self.settings,
             plugins=self._plugins,
             deadline=deadline,
         )
+
+    def _require_adapter(self) -> TrainingAdapter:
+        if self._adapter is None or self._closed:
+            raise ConfigError("the link is closed")
+        return self._adapter
 
     def push(self, version: int, *, timeout: float | None = None) -> UpdateReport:
         """Send the resident weights to every engine as version ``version``, in one transaction.
@@ -150,7 +171,7 @@ class Link:
         update = Update(
             link=self.id,
             group=self._group,
-            adapter=self._adapter,
+            adapter=self._require_adapter(),
             clients=self._clients,
             settings=self.settings,
             attachment=attachment,

@@ -248,7 +248,7 @@ def failure(outcome: Outcome) -> WeightlinkError:
     """The error of an update that did not commit where it had to, naming each failed rank."""
     return UpdateFailed(
         outcome.error,
-        failures=outcome.report.failures,
+        causes=outcome.report.failures,
         remedy="failed engines are unready and keep their old version label; the next push re-forms the link and heals"
         " them with a full update",
     )

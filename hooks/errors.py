@@ -20,15 +20,22 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     expected: str = ""
     found: str = ""
     remedy: str = ""
+    causes: tuple[ErrorInfo, ...] = ()
 
     def bounded(self, limit: int) -> ErrorInfo:
-        """The same error with every field cut to ``limit`` characters, for fixed-size messages."""
+        """The same error with every text cut to ``limit`` characters and no causes, for fixed-size messages."""
 
         def cut(text: str) -> str:
             return text if len(text) <= limit else text[: limit - 3] + "..."
 
         return ErrorInfo(
-            self.kind, *(cut(getattr(self, name)) for name in ErrorInfo.__struct_fields__ if name != "kind")
+            self.kind,
+            cut(self.message),
+            cut(self.tensor),
+            cut(self.rank),
+            cut(self.expected),
+            cut(self.found),
+            cut(self.remedy),
         )
 
 
@@ -41,6 +48,7 @@ class WeightlinkError(Exception):
     :param expected: what should have been there
     :param found: what was there
     :param remedy: what the reader can do
+    :param causes: errors of other ranks or engines that belong to this one
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class WeightlinkError(Exception):
         expected: Any = "",
         found: Any = "",
         remedy: str = "",
+        causes: tuple[ErrorInfo, ...] = (),
     ) -> None:
         self.message = message
         self.tensor = tensor
@@ -59,6 +68,7 @@ class WeightlinkError(Exception):
         self.expected = str(expected)
         self.found = str(found)
         self.remedy = remedy
+        self.causes = causes
         super().__init__(message)
 
     def __str__(self) -> str:
@@ -67,6 +77,8 @@ class WeightlinkError(Exception):
             value = getattr(self, label)
             if value:
                 parts.append(f"{label}: {value}")
+        for cause in self.causes:
+            parts.append(f"- {cause.kind}: " + str(rebuild(cause)).replace("\n", "\n  "))
         return "\n  ".join(parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,7 +87,14 @@ class WeightlinkError(Exception):
     def info(self) -> ErrorInfo:
         """The error as a plain message."""
         return ErrorInfo(
-            type(self).__name__, self.message, self.tensor, self.rank, self.expected, self.found, self.remedy
+            type(self).__name__,
+            self.message,
+            self.tensor,
+            self.rank,
+            self.expected,
+            self.found,
+            self.remedy,
+            self.causes,
         )
 
 
@@ -132,18 +151,7 @@ class TransferError(WeightlinkError):
 
 
 class UpdateFailed(WeightlinkError):
-    """An update that did not commit everywhere. :attr:`failures` holds one :class:`ErrorInfo` per failed rank."""
-
-    def __init__(self, message: str, *, failures: tuple[ErrorInfo, ...] = (), **fields: Any) -> None:
-        super().__init__(message, **fields)
-        self.failures = failures
-
-    def __str__(self) -> str:
-        lines = [super().__str__()]
-        for failure in self.failures:
-            text = str(rebuild(failure)).replace("\n", "\n  ")
-            lines.append(f"- {failure.kind}: {text}")
-        return "\n  ".join(lines)
+    """An update that did not commit everywhere. :attr:`causes` holds one :class:`ErrorInfo` per failed rank."""
 
 
 _KINDS: dict[str, type[WeightlinkError]] = {
@@ -182,6 +190,7 @@ def _rebuild(cls: type[WeightlinkError], info: ErrorInfo) -> WeightlinkError:
         expected=info.expected,
         found=info.found,
         remedy=info.remedy,
+        causes=info.causes,
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import weightlink
 from megatron_worker import DTYPES
 from weightlink.converters.checkpoint import context_from_checkpoint
-from weightlink.hooks.errors import UpdateFailed, WeightlinkError
+from weightlink.hooks.errors import WeightlinkError
 from weightlink.plugins.megatron import cpu as megatron_cpu
 from weightlink.plugins.megatron import load_hf
 
@@ -89,9 +89,8 @@ def refused(
                 link.push(version)
     except WeightlinkError as error:
         late = time.monotonic() - started > options["timeout"] + 10
-        failures = [f.kind for f in error.failures] if isinstance(error, UpdateFailed) else []
-        return {"kind": type(error).__name__, "text": str(error), "late": late, "failures": failures}
-    return {"kind": "", "text": "nothing was raised", "late": False, "failures": []}
+        return {"kind": type(error).__name__, "text": str(error), "late": late}
+    return {"kind": "", "text": "nothing was raised", "late": False}
 
 
 def _unknown_parameter(chunks: list[Any]) -> None:

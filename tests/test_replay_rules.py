@@ -212,7 +212,7 @@ class Derived(nn.Module):
         self.table = torch.zeros(5, 3)
         self.fresh: torch.Tensor | None = None
         self.cache: dict[str, torch.Tensor] = {}
-        self.seen: list[str] = []
+        self.seen: list[str] = ["start"]
 
     def load_weights(self, weights: Weights) -> None:
         for name, weight in weights:
@@ -238,7 +238,7 @@ def test_attributes_aliases_and_buffers() -> None:
     layout = replay(model, shapes)
     assert model.fresh is None
     assert model.cache == {}
-    assert model.seen == []
+    assert model.seen == ["start"]
     assert not hasattr(model, "extra")
     assert not hasattr(model.embed.weight, "is_loaded")
     params = {p.name: p for p in layout.params}

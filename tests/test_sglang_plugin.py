@@ -307,6 +307,62 @@ def test_without_the_flag_there_are_no_routes(checkpoint: Path, tmp_path: Path) 
         assert len(plain.generate(PROMPT, 4)) == 4
 
 
+_ENGINE = """
+import os, sys
+os.environ["WEIGHTLINK_ENABLE"] = "1"
+import sglang
+from weightlink.hooks.errors import ConflictError, EngineUnavailable
+from weightlink.hooks.messages import EngineState
+
+def main():
+    engine = sglang.Engine(
+        model_path=sys.argv[1], load_format="dummy", device="cpu", attention_backend="torch_native",
+        skip_tokenizer_init=True, mem_fraction_static=0.1, max_total_tokens=512, disable_overlap_schedule=True,
+    )
+    try:
+        control = engine.tokenizer_manager.weightlink
+        prompt = dict(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 2, "temperature": 0})
+        try:
+            engine.generate(**prompt)
+        except EngineUnavailable as error:
+            print("UNAVAILABLE", error)
+        context = engine.loop.run_until_complete(control.port.context())
+        print("CONTEXT", context.architecture, context.world)
+        success, *_ = engine.update_weights_from_disk(sys.argv[1], load_format="auto")
+        print("DISK", success, control.front.epoch)
+        control.front.state = EngineState.DIRTY
+        try:
+            engine.update_weights_from_disk(sys.argv[1], load_format="auto")
+        except ConflictError as error:
+            print("CONFLICT", error)
+        print("EPOCH", control.front.epoch)
+    finally:
+        engine.shutdown()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.server
+def test_python_engines_pass_the_same_gates(checkpoint: Path, tmp_path: Path) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(_ENGINE)
+    done = subprocess.run(
+        [sys.executable, str(script), str(checkpoint)],
+        env={**os.environ, "SGLANG_PLATFORM": "torch_cpu"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "UNAVAILABLE not ready" in done.stdout
+    assert "CONTEXT Qwen3ForCausalLM 1" in done.stdout
+    assert "DISK True 1" in done.stdout
+    assert "CONFLICT update_weights_from_disk is refused" in done.stdout
+    assert "EPOCH 1" in done.stdout
+
+
 # --- a trainer that holds a plain checkpoint ------------------------------------------------------------------------
 
 

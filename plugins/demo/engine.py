@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -36,14 +37,22 @@ def require_platform() -> None:
         )
 
 
+def free_port() -> int:
+    """A loopback port below those that the system gives to outgoing connections: SGLang takes it a minute later."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(min(10000, low // 2), low), 64):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ConfigError("no free port", expected=f"one of 64 tried below {low}")
+
+
 class Engine:
     """One server. Starting returns at once; :meth:`wait_up` waits. ``token`` is what trainers must show."""
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
         require_platform()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.token = secrets.token_urlsafe(32)
         self.log = folder / "engine.log"
@@ -71,9 +80,10 @@ class Engine:
     def wait_up(self, deadline: Deadline) -> None:
         """Until the server has warmed up; raises :class:`EngineUnavailable` with the end of its log if it ends."""
         while True:
-            if self._process.poll() is not None:
+            code = self._process.poll()
+            if code is not None or "address already in use" in tail(self.log):  # then it would idle for ever
                 raise EngineUnavailable(
-                    f"the SGLang server ended with code {self._process.returncode}",
+                    "the SGLang server did not start" if code is None else f"the SGLang server ended with code {code}",
                     found=tail(self.log),
                     remedy=f"see {self.log}",
                 )
