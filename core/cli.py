@@ -164,6 +164,8 @@ def main() -> None:
     except WeightlinkError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
+    except KeyboardInterrupt:  # while plugins are imported; commands end by themselves
+        sys.exit(130)
 
 
 if __name__ == "__main__":

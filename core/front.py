@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Protocol
 
@@ -16,12 +17,19 @@ from weightlink.hooks.errors import (
     VersionError,
     WeightlinkError,
     describe,
+    rebuild,
 )
 from weightlink.hooks.settings import EngineSettings, PauseMode
-from weightlink.rank import Envelope, Poll, decode_answer, encode_command
+from weightlink.rank import Answer, Envelope, Poll, decode_answer, encode_command
+
+logger = logging.getLogger("weightlink")
 
 #: Seconds between two polls of the ranks: short at first, never above one, since the engine's health depends on it.
 POLL_FIRST, POLL_MOST = 0.002, 0.1
+
+
+#: An update is given up when its deadline may have passed already, so this has a clock of its own.
+ABORT_SECONDS = 30.0
 
 
 class FrontPort(Protocol):
@@ -85,6 +93,8 @@ class EngineFront:
         self._turn = asyncio.Lock()
         self._moved = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self._heart: asyncio.Task[None] | None = None
+        self._observing = False
         self._we_paused = False
         self._paused_at = 0.0
         self._pause_seconds = 0.0
@@ -93,13 +103,15 @@ class EngineFront:
 
     @property
     def serving(self) -> bool:
-        """Generation requests can be answered with committed weights."""
-        if self.state is m.EngineState.PENDING:
-            return self._settings.serve_unready
-        return self.state is not m.EngineState.DIRTY
+        """Generation requests can be answered with weights that somebody vouches for."""
+        if self.state is m.EngineState.DIRTY:
+            return False
+        return self.version is not None or self.owns_weights or self._settings.serve_unready
 
     def refusal(self, what: str) -> ConflictError | None:
         """Why a control call that is not ours must not run now, or None."""
+        if self._observing:
+            return ConflictError(f"{what} is refused while weightlink observes the engine's layout", remedy="try again")
         if self.state is m.EngineState.UPDATING:
             return ConflictError(
                 f"{what} is refused while weightlink update {self.update} is open",
@@ -115,6 +127,12 @@ class EngineFront:
     def note_foreign_write(self, what: str) -> None:
         """Weights changed by another path: what was known about them no longer holds."""
         self.epoch += 1
+
+    def note_weights_lost(self, what: str) -> None:
+        """The weights' memory was given up without a backup: nothing is served before a full update, and what the
+        engine had loaded for itself is gone for good."""
+        self.epoch += 1
+        self.owns_weights, self.version, self.state = False, None, m.EngineState.PENDING
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
@@ -138,23 +156,25 @@ class EngineFront:
             return self._reply(error=error)
 
     async def _exclusive(self, request: m.Request, deadline: Deadline) -> m.Reply:
-        if isinstance(request, m.Observe):
-            return await self._observe(request, deadline)
-        if isinstance(request, m.Attach):
-            return await self._attach(request, deadline)
-        if isinstance(request, m.Join):
-            return await self._join(request, deadline)
-        if isinstance(request, m.Prepare):
-            return await self._prepare(request, deadline)
-        if isinstance(request, m.Begin):
-            return await self._begin(request, deadline)
-        if isinstance(request, m.Commit):
-            return await self._commit(request, deadline)
-        if isinstance(request, m.Abort):
-            return await self._abort(request, deadline)
-        if isinstance(request, m.Detach):
-            return await self._detach(request, deadline)
-        raise ConflictError(f"unknown request {type(request).__name__}")
+        match request:
+            case m.Observe():
+                return await self._observe(request, deadline)
+            case m.Attach():
+                return await self._attach(request, deadline)
+            case m.Join():
+                return await self._join(request, deadline)
+            case m.Prepare():
+                return await self._prepare(request, deadline)
+            case m.Begin():
+                return await self._begin(request, deadline)
+            case m.Commit():
+                return await self._commit(request, deadline)
+            case m.Abort():
+                return await self._abort(request, deadline)
+            case m.Detach():
+                return await self._detach(request, deadline)
+            case _:
+                raise ConflictError(f"unknown request {type(request).__name__}")
 
     async def _describe(self) -> m.EngineContext:
         context = await self._port.context()
@@ -166,10 +186,12 @@ class EngineFront:
         """Replay the loaders, under a short pause: a forward pass must not see what a replay does to attributes."""
         self._refuse_open("observe")
         mode = self._mode(request.pause_mode)
-        await self._pause(mode)
+        self._observing = True
         try:
+            await self._pause(mode, deadline)
             replies = await self._command(request, deadline, "every rank's layout")
         finally:
+            self._observing = False
             if self.state is not m.EngineState.DIRTY:
                 await self._resume()
         return self._reply(layouts=tuple(reply.layout for reply in replies))
@@ -208,10 +230,12 @@ class EngineFront:
         self._before = self.state
         self.state, self.update, self._update_version = m.EngineState.UPDATING, request.update, request.version
         self._applied, self._failures, self._ranks, self._expires = False, (), (), deadline
+        if self._heart is None or self._heart.done():
+            self._heart = asyncio.create_task(self._beat())
         try:
-            await self._pause(mode)
+            await self._pause(mode, deadline)
             await self._until_idle(pinned, deadline)
-            seq = await self._send(pinned, receive=True)
+            seq = await self._send(pinned, deadline, "every rank to receive", receive=True)
         except BaseException as error:
             await self._roll_back(request, describe(error))
             raise
@@ -250,9 +274,9 @@ class EngineFront:
 
     async def _roll_back(self, request: m.Begin, why: ErrorInfo) -> None:
         """End an update of which nothing was written: the engine serves its old version again."""
-        abort = m.Abort(5.0, request.link, request.update, why.message)
+        abort = m.Abort(ABORT_SECONDS, request.link, request.update, why.message)
         try:
-            replies = await self._command(abort, Deadline.after(5.0), "every rank to give the update up")
+            replies = await self._command(abort, Deadline.after(ABORT_SECONDS), "every rank to give the update up")
         except WeightlinkError as error:
             self._failures = (*self._failures, error.info())
             self.state = m.EngineState.DIRTY
@@ -279,7 +303,6 @@ class EngineFront:
             self.state = m.EngineState.DIRTY
             raise
         self.version, self._last_update = self._update_version, request.update
-        self.owns_weights = True
         self.state = m.EngineState.READY
         await self._port.committed(self._update_version)
         await self._resume()
@@ -335,9 +358,23 @@ class EngineFront:
             remedy="wait for it, or abort it",
         )
 
-    async def _pause(self, mode: PauseMode) -> None:
+    async def _beat(self) -> None:
+        """Ask the ranks something once a second while the engine stands still: its own health check takes an engine
+        whose schedulers say nothing for dead."""
+        while self.state in (m.EngineState.UPDATING, m.EngineState.DIRTY):
+            try:
+                await self._ask(Poll(0), Deadline.after(ABORT_SECONDS), "the ranks' heartbeat")
+            except WeightlinkError as error:
+                logger.warning("the schedulers do not answer: %s", error)
+            await asyncio.sleep(1.0)
+
+    async def _pause(self, mode: PauseMode, deadline: Deadline) -> None:
         if not self._port.paused:
-            await self._port.pause(mode)
+            try:
+                async with asyncio.timeout(deadline.check("the engine to pause")):
+                    await self._port.pause(mode)
+            except TimeoutError as error:
+                raise deadline.exceeded("the engine to pause") from error
             self._we_paused = True
             self._paused_at = time.monotonic()
 
@@ -347,14 +384,24 @@ class EngineFront:
             self._we_paused = False
             self._pause_seconds = time.monotonic() - self._paused_at
 
-    async def _send(self, request: m.Request, *, receive: bool = False) -> int:
+    async def _ask(self, command: Envelope | Poll, deadline: Deadline, what: str) -> Answer:
+        try:
+            async with asyncio.timeout(max(0.001, deadline.remaining())):
+                answer = decode_answer(await self._port.ask(encode_command(command)))
+        except TimeoutError as error:
+            raise deadline.exceeded(f"the engine's schedulers to answer, for {what}") from error
+        if answer.error is not None:
+            raise rebuild(answer.error)
+        return answer
+
+    async def _send(self, request: m.Request, deadline: Deadline, what: str, *, receive: bool = False) -> int:
         self._seq += 1
-        await self._port.ask(encode_command(Envelope(self._seq, request, receive)))
+        await self._ask(Envelope(self._seq, request, receive), deadline, what)
         return self._seq
 
     async def _command(self, request: m.Request, deadline: Deadline, what: str) -> list[m.RankReply]:
         """Run a request on every rank; raises :class:`UpdateFailed` listing each failed rank."""
-        replies = await self._collect(await self._send(request), deadline, what)
+        replies = await self._collect(await self._send(request, deadline, what), deadline, what)
         failures = tuple(reply.status.error for reply in replies if reply.status.error is not None)
         if failures:
             name = type(request).__name__.lower()
@@ -363,16 +410,15 @@ class EngineFront:
 
     async def _collect(self, seq: int, deadline: Deadline, what: str, grace: float = 0.0) -> list[m.RankReply]:
         """Poll until every rank has answered. ``grace`` lets ranks that share the deadline report it themselves."""
-        wait, last = POLL_FIRST, time.monotonic() + deadline.remaining() + grace
-        poll = encode_command(Poll(seq))
+        wait, last = POLL_FIRST, Deadline.after(deadline.remaining() + grace + 0.001)
         while True:
-            answer = decode_answer(await self._port.ask(poll))
+            answer = await self._ask(Poll(seq), last, what)
             if answer.seq == seq and answer.replies:
                 return [
                     m.RankReply(status=m.unpack_status(r[: m.STATUS_BYTES]), layout=r[m.STATUS_BYTES :])
                     for r in answer.replies
                 ]
-            if time.monotonic() > last:
+            if last.expired:
                 raise deadline.exceeded(what)
             await asyncio.sleep(wait)
             wait = min(wait * 1.5, POLL_MOST)

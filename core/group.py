@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from weightlink.client import together
-from weightlink.hooks.errors import ConfigError, DeadlineExceeded, ErrorInfo, describe, rebuild
+from weightlink.hooks.errors import ConfigError, DeadlineExceeded, ErrorInfo, PlanMismatch, describe, rebuild
 from weightlink.rendezvous import Rendezvous, connect, new_key
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class _Outcome(msgspec.Struct, frozen=True):
     """One rank's part of an agreement."""
 
     error: ErrorInfo | None = None
+    mark: str = ""
 
 
 class TrainerGroup:
@@ -111,11 +112,25 @@ class TrainerGroup:
         """Rank 0's ``data`` on every rank."""
         return self.scatter([data] * self.size, deadline, what)
 
-    def agree(self, error: BaseException | None, deadline: Deadline, what: str) -> None:
-        """All ranks go on, or all raise: one rank's own error if only one kind occurred, else a list of them."""
+    def agree(self, error: BaseException | None, deadline: Deadline, what: str, *, mark: str = "") -> None:
+        """All ranks go on, or all raise: one rank's own error if only one kind occurred, else a list of them.
+
+        :param mark: what the ranks must have in common; ranks that say something else than rank 0 are an error
+        """
         mine = describe(error, rank=self.name) if error is not None else None
-        outcomes = self.gather(msgspec.msgpack.encode(_Outcome(mine)), deadline, what)
-        failures = [o.error for o in (_outcome.decode(data) for data in outcomes) if o.error is not None]
+        packed = self.gather(msgspec.msgpack.encode(_Outcome(mine, mark)), deadline, what)
+        outcomes = [_outcome.decode(data) for data in packed]
+        failures = [o.error for o in outcomes if o.error is not None]
+        for rank, outcome in enumerate(outcomes):
+            if outcome.mark != outcomes[0].mark:
+                differs = PlanMismatch(
+                    "trainer ranks called with different arguments",
+                    rank=f"trainer {rank}",
+                    expected=outcomes[0].mark,
+                    found=outcome.mark,
+                    remedy="call connect and push with the same arguments on every rank",
+                )
+                failures.append(differs.info())
         verdict = msgspec.msgpack.encode(failures)
         failures = _failures.decode(self.broadcast(verdict, deadline, what))
         if not failures:
@@ -124,7 +139,7 @@ class TrainerGroup:
             raise error
         raise together(failures, f"{len(failures)} trainer ranks failed: {what}") from error
 
-    def together(self, work: Callable[[], T], deadline: Deadline, what: str) -> T:
+    def together(self, work: Callable[[], T], deadline: Deadline, what: str, *, mark: str = "") -> T:
         """Run ``work`` on every rank; its result, or on every rank the error of whichever failed."""
         result: T | None = None
         failed: BaseException | None = None
@@ -132,7 +147,7 @@ class TrainerGroup:
             result = work()
         except Exception as error:  # noqa: BLE001 - reported to all ranks, and raised there
             failed = error
-        self.agree(failed, deadline, what)
+        self.agree(failed, deadline, what, mark=mark)
         return result  # type: ignore[return-value]
 
     def lead(self, work: Callable[[], bytes], deadline: Deadline, what: str) -> bytes:

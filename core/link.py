@@ -13,7 +13,7 @@ from weightlink.client import EngineClient, HttpClient, fan_out, raise_failures
 from weightlink.group import TrainerGroup
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
-from weightlink.hooks.errors import ConfigError, PlanMismatch, WeightlinkError, describe
+from weightlink.hooks.errors import ConfigError, PlanMismatch, VersionError, WeightlinkError, describe
 from weightlink.hooks.manager import PluginManager
 from weightlink.hooks.settings import LinkSettings, WireSettings
 from weightlink.rendezvous import local_address_towards
@@ -113,7 +113,10 @@ class Link:
                 self._clients = [HttpClient(url, self.settings.token) for url in self._engines]
             return self._plugins.training_adapter(model)
 
-        self._adapter = self._group.together(start, deadline, "every trainer rank to start the link")
+        # The token stays out of it: it would end up in an error message.
+        shown = msgspec.structs.replace(self.settings, token=None)
+        mark = f"engines {', '.join(self._engines)}; {shown}"
+        self._adapter = self._group.together(start, deadline, "every trainer rank to start the link", mark=mark)
         self._attach(deadline)
 
     def _abandon(self, error: BaseException) -> None:
@@ -182,7 +185,7 @@ class Link:
         try:
             outcome = update.run()
         except WeightlinkError as error:
-            if update.touched:
+            if not isinstance(error, VersionError):  # every other refusal may mean that the engine has forgotten us
                 self._drop()
             self._event("failed", update=update.id, version=version, error=describe(error))
             raise

@@ -6,6 +6,7 @@ The engine's main thread calls :meth:`EngineRank.handle`, which never blocks and
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from weightlink.hooks.protocols import Channel, InferenceAdapter
 
 
+logger = logging.getLogger("weightlink")
+
+
 class Envelope(msgspec.Struct, frozen=True, tag=True):
     """A command for every rank. ``receive`` starts the receive work of the update that was begun."""
 
@@ -43,10 +47,11 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Rank 0's answer: the packed :class:`RankReply` of every rank, or none yet."""
+    """Rank 0's answer: the packed :class:`RankReply` of every rank, or none yet; or why it can never give one."""
 
     seq: int
     replies: tuple[bytes, ...] = ()
+    error: ErrorInfo | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -119,11 +124,17 @@ class EngineRank:
         return self._pending > 0 or self._update is not None
 
     def handle(self, data: bytes) -> bytes:
-        """Take a command; returns at once. Only rank 0's return value is used."""
-        command = _commands.decode(data)
+        """Take a command; returns at once, and never raises: that would end the engine. Only rank 0's answer is used."""
+        try:
+            return _encode(self._take(_commands.decode(data)))
+        except Exception as error:
+            logger.exception("a control command failed on %s", self._place)
+            return _encode(Answer(-1, error=describe(error, rank=str(self._place))))
+
+    def _take(self, command: Envelope | Poll) -> Answer:
         if isinstance(command, Poll):
             replies = self._board.collect(command.seq) if self._board.rank == 0 else None
-            return _encode(Answer(command.seq, tuple(replies or ())))
+            return Answer(command.seq, tuple(replies or ()))
         request = command.request
         if isinstance(request, m.Commit):
             self._run(command.seq, lambda: self._commit(request))
@@ -132,8 +143,8 @@ class EngineRank:
         else:
             if isinstance(request, m.Abort) and self._link is not None and self._holds(request):
                 self._link.channel.abort()  # now, from this thread: the owner thread may be waiting in it
-            self._enqueue(command.seq, command)
-        return _encode(Answer(command.seq))
+            self._enqueue(command)
+        return Answer(command.seq)
 
     def _begin_in_main(self, seq: int, request: m.Begin) -> None:
         """Only the main thread can tell that no batch is running; what follows may block."""
@@ -142,13 +153,12 @@ class EngineRank:
         except WeightlinkError as error:
             self._post(seq, error=describe(error, rank=str(self._place)))
             return
-        self._enqueue(seq, Envelope(seq, request))
+        self._enqueue(Envelope(seq, request))
 
-    def _enqueue(self, seq: int, command: Envelope) -> None:
-        work = self._work_for(command)
+    def _enqueue(self, command: Envelope) -> None:
         with self._lock:
             self._pending += 1
-        self._jobs.put(lambda: self._run(seq, work))
+        self._jobs.put(lambda: self._run(command.seq, lambda: self._work(command)))
 
     # --- owner thread -----------------------------------------------------------------------------------------------
 
@@ -156,6 +166,9 @@ class EngineRank:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
+            except Exception:
+                # Only leaving the result can fail here. The caller meets its deadline; the next command must still run.
+                logger.exception("the owner thread of %s could not report", self._place)
             finally:
                 with self._lock:
                     self._pending -= 1
@@ -166,9 +179,7 @@ class EngineRank:
             layout = work()
         except Exception as error:
             if not isinstance(error, WeightlinkError):
-                import logging
-
-                logging.getLogger("weightlink").exception("unexpected error on %s", self._place)
+                logger.exception("unexpected error on %s", self._place)
             self._post(seq, error=describe(error, rank=str(self._place)))
         else:
             self._post(seq, layout=layout)
@@ -186,23 +197,25 @@ class EngineRank:
         )
         self._board.post(seq, m.pack_status(status) + layout)
 
-    def _work_for(self, command: Envelope) -> Callable[[], bytes]:
+    def _work(self, command: Envelope) -> bytes:
         request = command.request
-        if isinstance(request, m.Observe):
-            return lambda: self._observe(request)
-        if isinstance(request, m.Attach):
-            return lambda: self._attach(request)
-        if isinstance(request, m.Join):
-            return lambda: self._join(request)
-        if isinstance(request, m.Prepare):
-            return lambda: self._prepare(request)
-        if isinstance(request, m.Begin):
-            return (lambda: self._receive(request)) if command.receive else (lambda: self._begin(request))
-        if isinstance(request, m.Abort):
-            return lambda: self._abort(request)
-        if isinstance(request, m.Detach):
-            return lambda: self._detach(request)
-        raise PlanMismatch("not a command for ranks", found=type(request).__name__)
+        match request:
+            case m.Observe():
+                return self._observe(request)
+            case m.Attach():
+                return self._attach(request)
+            case m.Join():
+                return self._join(request)
+            case m.Prepare():
+                return self._prepare(request)
+            case m.Begin():
+                return self._receive(request) if command.receive else self._begin(request)
+            case m.Abort():
+                return self._abort(request)
+            case m.Detach():
+                return self._detach(request)
+            case _:
+                raise PlanMismatch("not a command for ranks", found=type(request).__name__)
 
     def _observe(self, request: m.Observe) -> bytes:
         self._layout = self._adapter.observe(request.tensors, request.layout_kind)

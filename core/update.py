@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from weightlink.client import EngineClient, fan_out, raise_failures
+from weightlink.front import ABORT_SECONDS
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import ErrorInfo, UpdateFailed, WeightlinkError, describe
@@ -61,18 +62,12 @@ class Update:
         self._failed: dict[str, list[ErrorInfo]] = {}
         self._last: dict[str, m.Reply] = {}
         self._begun: list[EngineClient] = []
-        self._went = False
-
-    @property
-    def touched(self) -> bool:
-        """Some engine may have been paused or written (known on every rank)."""
-        return self._went
 
     def run(self) -> Outcome:
         """Collective. Raises, the same on every rank, only while no engine has been touched or after all were told."""
-        tensors = self.group.together(self._ready, self.deadline, "the trainer's weights to be readable")
+        what, mark = "the trainer's weights to be readable", f"version {self.version}"
+        tensors = self.group.together(self._ready, self.deadline, what, mark=mark)
         self.group.lead(self._prepare, self.deadline, "the engines to accept the update")
-        self._went = True
         try:
             plan = _plans.decode(self.group.lead(self._begin, self.deadline, "the engines to be ready"))
             legs = [self.attachment.legs[n] for n in plan.live]
@@ -186,8 +181,8 @@ class Update:
     def _await_applied(self, client: EngineClient) -> m.Reply:
         """Until every rank of the engine has applied, or one has failed. A failed sender ends the wait by an abort."""
         if client.name in self._failed:
-            abort = m.Abort(30.0, self.link, self.id, self._failed[client.name][0].message)
-            return client.send(abort, Deadline.after(30.0))
+            abort = m.Abort(ABORT_SECONDS, self.link, self.id, self._failed[client.name][0].message)
+            return client.send(abort, Deadline.after(ABORT_SECONDS))
         while True:
             left = self.deadline.check(f"{client.name} to apply update {self.id}")
             reply = client.send(m.Status(left, min(1.0, left)), self.deadline)
@@ -197,7 +192,8 @@ class Update:
     def _abort(self, clients: Sequence[EngineClient], reason: str) -> None:
         """Tell engines that the update is over; what they cannot hear they learn from their own deadline."""
         _, failures = fan_out(
-            clients, lambda c: c.send(m.Abort(30.0, self.link, self.id, reason), Deadline.after(30.0))
+            clients,
+            lambda c: c.send(m.Abort(ABORT_SECONDS, self.link, self.id, reason), Deadline.after(ABORT_SECONDS)),
         )
         for name, info in failures.items():
             self._failed.setdefault(name, []).append(info)

@@ -51,7 +51,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     for member in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(alive, timeout=GRACE)
+    psutil.wait_procs(alive, timeout=1.0)
     process.wait(GRACE)
     for path in shared:
         path.unlink(missing_ok=True)

@@ -29,7 +29,6 @@ class SGLangPort:
         self._manager = manager
         self._foreign = foreign
         self._seq = 0
-        self.holds = False  #: we have paused the engine and not resumed it yet
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
 
     @property
@@ -66,7 +65,6 @@ class SGLangPort:
     async def pause(self, mode: PauseMode) -> None:
         """Pause as ``/pause_generation`` does."""
         self._manager.auto_create_handle_loop()
-        self.holds = True
         with gates.ours():
             await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
@@ -74,7 +72,6 @@ class SGLangPort:
         """Continue as ``/continue_generation`` does; emptying the allocator's cache would only cost time."""
         with gates.ours():
             await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-        self.holds = False
 
     async def committed(self, version: int) -> None:
         """Show the version here too: the schedulers keep their own copy."""
@@ -119,12 +116,6 @@ class Control:
         self.http = False
         self.port = SGLangPort(manager, self.foreign)
         self.front = EngineFront(self.port, self.settings, owns_weights=get_model().load_format != "dummy")
-
-    @property
-    def serving(self) -> bool:
-        """Requests can be answered with committed weights. During the first update of a dummy start they are turned
-        away, not left to wait: if it is given up, there is still nothing to answer them with."""
-        return self.front.serving and (self.front.owns_weights or self.settings.serve_unready)
 
     @property
     def warming_up(self) -> bool:

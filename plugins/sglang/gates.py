@@ -90,7 +90,7 @@ def ours() -> Iterator[None]:
 
 def unready(control: Control) -> EngineUnavailable | None:
     """Why generation requests cannot be answered, or None."""
-    if control.serving:
+    if control.front.serving:
         return None
     if control.front.state is EngineState.DIRTY:
         why = "an update failed half way and the engine holds mixed weights: it needs a full update"
@@ -99,20 +99,12 @@ def unready(control: Control) -> EngineUnavailable | None:
     return EngineUnavailable(f"not ready: {why}", remedy="push from the trainer")
 
 
-def conflict(control: Control, name: str) -> ConflictError | None:
-    """Why the foreign control call ``name`` must not run now, or None."""
-    refusal = control.front.refusal(name)
-    if refusal is None and control.port.holds:  # no update is open, but a layout is being observed
-        refusal = ConflictError(f"{name} is refused while weightlink has paused the engine", remedy="try again")
-    return refusal
-
-
 async def guarded(name: str, writes: bool, manager: Any, call: Callable[[], Awaitable[Any]]) -> Any:
     """Run a foreign control call; raises :class:`ConflictError` when it must not run now."""
     control: Control = manager.weightlink
     if _ours.get():
         return await call()
-    refusal = conflict(control, name)
+    refusal = control.front.refusal(name)
     if refusal is not None:
         raise refusal
     control.foreign.append(name)
@@ -128,7 +120,10 @@ def control_hook(name: str, writes: Callable[[Any], bool]) -> Callable[..., Awai
     """The hook around the tokenizer manager's method ``name``."""
 
     async def hook(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any, **named: Any) -> Any:
-        return await guarded(name, writes(obj), manager, lambda: original(manager, obj, *rest, **named))
+        result = await guarded(name, writes(obj), manager, lambda: original(manager, obj, *rest, **named))
+        if name == "release_memory_occupation" and _weights(obj) and not manager.server_args.enable_weights_cpu_backup:
+            manager.weightlink.front.note_weights_lost(name)
+        return result
 
     return hook
 
@@ -151,7 +146,7 @@ def generate_request(original: Callable[..., Any], manager: Any, obj: Any, *rest
 
 def is_ready(_result: bool, manager: Any) -> bool | None:
     """After ``is_ready``: not before there is something to serve."""
-    return None if manager.weightlink.serving else False
+    return None if manager.weightlink.front.serving else False
 
 
 class Gate:
@@ -175,7 +170,7 @@ class Gate:
 
     def _refuse(self, path: str) -> JSONResponse | None:
         name, control = path.removeprefix("/"), self._control
-        if name in CONTROL and (taken := conflict(control, name)) is not None:
+        if name in CONTROL and (taken := control.front.refusal(name)) is not None:
             return refused(taken, 409)
         if path in GENERATION and not control.warming_up and (why := unready(control)) is not None:
             return refused(why, 503)

@@ -47,7 +47,7 @@ def add(app: FastAPI, engine: Control) -> None:
         return JSONResponse(
             {
                 "state": front.state.value,
-                "serving": engine.serving,
+                "serving": front.serving,
                 "version": front.version,
                 "update": front.update,
                 "epoch": front.epoch,
