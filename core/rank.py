@@ -124,7 +124,7 @@ class EngineRank:
         return self._pending > 0 or self._update is not None
 
     def handle(self, data: bytes) -> bytes:
-        """Take a command; returns at once, and never raises: that would end the engine. Only rank 0's answer is used."""
+        """Take a command; returns at once and never raises (it would end the engine). Only rank 0's answer is used."""
         try:
             return _encode(self._take(_commands.decode(data)))
         except Exception as error:

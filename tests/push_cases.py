@@ -10,6 +10,7 @@ import httpx
 import torch
 import torch.distributed as dist
 import weightlink
+from megatron.core import parallel_state
 from megatron_worker import DTYPES
 from weightlink.converters.checkpoint import context_from_checkpoint
 from weightlink.hooks.errors import WeightlinkError
@@ -50,22 +51,57 @@ def push(
     return reports
 
 
-def after_step(path: str, urls: list[str], version: int, overlap: bool) -> bool:
-    """Train two steps under DDP with a distributed optimizer, every rank on the same batch, and push at once. True if
-    this rank's resident weights were stale before the push."""
+def after_step(path: str, url: str, version: int) -> dict[str, Any]:
+    """Train under DDP with a distributed optimizer and ``overlap_param_gather``, and push right after a step; then push
+    the optimizer's own fp32 masters, rounded, from a model that was never trained.
+
+    ``stale``: this rank's resident weights differed from what was pushed. ``pushed`` and ``masters``: what SGLang's own
+    checksum says after each push (rank 0)."""
     chunks = _model(path)
     load_hf(chunks, path, timeout=60)
-    ddp, optimizer = megatron_cpu.wrap_for_training(chunks, lr=1e-2, overlap=overlap, bucket_size=10000)
-    tokens = torch.arange(1, 17)[None] * 7 % 250
-    for _ in range(2):
+    ddp, optimizer = megatron_cpu.wrap_for_training(chunks, lr=1e-2, overlap=True, bucket_size=10000)
+    torch.manual_seed(dist.get_rank())
+
+    def step() -> None:
+        tokens = torch.randint(0, 250, (1, 12))
         megatron_cpu.train_step(ddp, optimizer, [(tokens, tokens.roll(-1, 1))])
-    with weightlink.connect(ddp, urls, timeout=60.0) as link:
-        # Connecting reads the layout and so brings the weights up to date: train once more behind its back.
-        megatron_cpu.train_step(ddp, optimizer, [(tokens, tokens.roll(-1, 1))])
+
+    step()
+    result: dict[str, Any] = {}
+    with weightlink.connect(ddp, [url], timeout=60.0) as link:
+        step()  # connecting has brought the weights up to date, so train once more behind its back
         before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
         link.push(version)
+        result["pushed"] = _checksum(url)
     after = [p.detach() for chunk in chunks for p in chunk.parameters()]
-    return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    result["stale"] = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    masters = []
+    (inner,) = optimizer.chained_optimizers
+    for trained in chunks[0].parameters():
+        whole = torch.zeros(trained.numel())
+        if getattr(trained, "main_param", None) is not None:  # this rank's shard, if it has one
+            span = inner._get_model_param_range_map(trained)["param"]
+            whole[span.start : span.end] = trained.main_param.detach().reshape(-1)
+        dist.all_reduce(whole)
+        masters.append(whole.reshape(trained.shape))
+    parallel_state.destroy_model_parallel()
+    untrained = _model(path)
+    with torch.no_grad():
+        for plain, master in zip(untrained[0].parameters(), masters, strict=True):
+            plain.copy_(master)
+    with weightlink.connect(untrained, [url], timeout=60.0) as link:
+        link.push(version + 1)
+        result["masters"] = _checksum(url)
+    return result
+
+
+def _checksum(url: str) -> Any:
+    """Every rank waits until rank 0 has asked."""
+    answer = None
+    if dist.get_rank() == 0:
+        answer = httpx.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=60, trust_env=False).json()
+    dist.barrier()
+    return answer
 
 
 def refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import mmap
 import os
@@ -16,8 +17,11 @@ import pytest
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import ConfigError
 from weightlink.plugins.demo import checkpoint, processes
-from weightlink.plugins.demo.story import Check, Result
+from weightlink.plugins.demo.story import LEARNED, Check, Result
 from weightlink.plugins.demo.trainers import Trainers
+
+BF16_BYTES = 2 * 134515008
+"""SmolLM2-135M's parameters as its card counts them, the tied matrix once."""
 
 GREETER = """
 from weightlink.hooks import hookimpl
@@ -40,7 +44,7 @@ def weightlink(*arguments: str, path: Path | None = None, **env: str) -> subproc
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=390,
         check=False,
     )
 
@@ -155,3 +159,20 @@ class TestDemo:
             processes.stop(process)
         finally:
             shared.unlink(missing_ok=True)
+
+    @pytest.mark.server
+    @pytest.mark.timeout(400)
+    @pytest.mark.skipif(
+        not list(importlib.metadata.distributions(name=checkpoint.PACKAGE)), reason="needs the demo's model"
+    )
+    def test_the_whole_story(self, tmp_path: Path) -> None:
+        result = weightlink("demo", "--json", str(tmp_path / "demo.json"), "--timeout", "360")
+        assert result.returncode == 0, result.stdout + result.stderr
+        told = json.loads((tmp_path / "demo.json").read_text())
+        assert [check["held"] for check in told["checks"]] == [True] * 9
+        noise, first, second = told["answers"]
+        assert "Paris" not in noise
+        assert first.startswith(" Paris")
+        assert second == LEARNED
+        assert [update["version"] for update in told["updates"]] == [1, 2]
+        assert {update["engines"][0]["bytes"] for update in told["updates"]} == {BF16_BYTES}

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from weightlink.cli import JsonOption, write_json
@@ -57,15 +58,21 @@ def summary(result: Result) -> dict[str, object]:
 
 def table(updates: list[UpdateReport]) -> Table:
     """Phases, bytes and bandwidth, one row per update."""
-    shown = Table(title="updates", caption="bandwidth: bytes / (wire + apply). The plan is made once per link.")
-    for name in ("", "plan ms", "wire ms", "apply ms", "finalize ms", "pause ms", "push ms", "MB", "GB/s"):
+    shown = Table(
+        title="updates, times in ms",
+        caption="GB/s: bytes / (wire + apply); the plan is made once per link",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("version", "plan", "wire", "apply", "finalize", "pause", "whole push", "MB", "GB/s"):
         shown.add_column(name, justify="right")
     for number, update in enumerate(updates):
         (engine,) = update.engines
         moving = engine.wire + engine.apply
         seconds = [engine.wire, engine.apply, engine.finalize, engine.pause, update.seconds]
         shown.add_row(
-            f"v{update.version}",
+            f"{update.version}",
             f"{update.plan * 1e3:.0f}" if number == 0 else "",
             *(f"{value * 1e3:.0f}" for value in seconds),
             f"{update.bytes / 1e6:.0f}",
