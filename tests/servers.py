@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
+from weightlink.plugins.demo import processes
+from weightlink.plugins.demo.engine import free_port
 
 READY = "The server is fired up and ready to roll"
 
@@ -24,13 +23,6 @@ CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
     *("--mem-fraction-static", "0.1", "--max-total-tokens", "2048", "--random-seed", "7"),
 )
-
-
-def free_port() -> int:
-    """A loopback port that nothing listens on at the moment."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class ServerFailed(AssertionError):
@@ -68,7 +60,7 @@ class Server:
 
     def tail(self, lines: int = 60) -> str:
         """The end of the log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(line[:300] for line in processes.tail(self.log, lines).splitlines())
 
     def generate(self, prompt: Sequence[int], tokens: int = 8) -> list[int]:
         """Greedy continuation of token ids."""
@@ -103,20 +95,9 @@ class Server:
         return [json.loads(file.read_text()) for file in files]
 
     def stop(self) -> None:
-        """End the server and its children, by process id. Safe to repeat."""
+        """End the server and its children, by process id, and remove their shared memory. Safe to repeat."""
         self.http.close()
-        family: list[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self.process.pid)
-            family = [*parent.children(recursive=True), parent]
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        _gone, alive = psutil.wait_procs(family, timeout=5)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=5)
-        self.process.wait(5)
+        processes.stop(self.process)
 
 
 def launch(
@@ -173,10 +154,7 @@ def launch(
     if tp * pp > 1:  # SGLang wants one core list per rank, and refuses more ranks than NUMA nodes otherwise
         cores = sorted(os.sched_getaffinity(0))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(tp * pp))
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=folder
-        )
+    process = processes.start(command, env=environment, log=log, folder=folder)
     return Server(process, port, log, tp * pp, token)
 
 

@@ -8,7 +8,8 @@ What is replaced, everywhere it has been imported to, and named in the log:
 - ``megatron.training.checkpointing.save_checkpoint``, if there is a ``megatron.training``, so that the error of a
   failed push waits until the new checkpoint has been named the latest one.
 
-The saves must hold one model, the same each time; the first one connects.
+The model is the one that the first save holds, which also connects. Saves that hold nothing of it (another model, a
+quantiser's state) are left alone; one that holds a part of it is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 import weightlink
 from megatron.core.transformer.module import MegatronModule
 from weightlink.converters.megatron import Shard
-from weightlink.hooks.errors import ConfigError, LayoutError, PluginError
+from weightlink.hooks.errors import ConfigError, PluginError
 from weightlink.plugins.megatron.save import OnFailure, PublishingSaveStrategy, default_strategy, starts
 
 logger = logging.getLogger("weightlink")
@@ -40,7 +41,7 @@ TRAINING = ("megatron.training.checkpointing", "save_checkpoint", ("iteration", 
 
 
 class Installed(PublishingSaveStrategy):
-    """The strategy around every save of this process. Finds the model and connects at the first one.
+    """The strategy around every save of this process.
 
     As a context manager it leaves the engines at the end. Everything is collective over the trainer's ranks.
     """
@@ -49,12 +50,20 @@ class Installed(PublishingSaveStrategy):
         super().__init__([], self._over_link, on_failure=on_failure)
         self.engines, self.settings = list(engines), settings
         self.link: weightlink.Link | None = None
+        self.seen = 0  #: saves of this process, published or not
         self._open = 0
 
+    def concerns(self, shards: list[Shard]) -> bool:
+        """Whether the checkpoint holds anything of the model, which is the first one that a checkpoint holds."""
+        self.model = self.model or models_of(shards)
+        concerned = bool(self.model) and holds_any(self.model, starts(shards))
+        if not concerned:
+            logger.warning("a checkpoint is not published: it holds %s", "another model" if self.model else "no model")
+        return concerned
+
     def publish(self, version: int, shards: list[Shard]) -> None:
-        """Publish the model that the first checkpoint held."""
+        """Publish the model; connect first if that has not been done."""
         if self.link is None:
-            self.model = models_of(shards)
             self.link = weightlink.connect(self.model, self.engines, **self.settings)
         super().publish(version, shards)
 
@@ -90,6 +99,8 @@ class Installed(PublishingSaveStrategy):
     ) -> None:
         if self.link is not None:
             self.link.__exit__(kind, error, trace)
+        if error is None and self.published is None:
+            logger.warning("nothing was published: %d checkpoints were saved", self.seen)
 
 
 def install(engines: Sequence[str], *, on_failure: OnFailure = "raise", **settings: Any) -> Installed:
@@ -123,6 +134,7 @@ def _around_save(installed: Installed, original: Callable[..., Any]) -> Callable
     def save(
         sharded_state_dict: Any, checkpoint_dir: Any, sharded_strategy: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
+        installed.seen += 1
         strategy = installed.around(sharded_strategy)
         before = strategy.saves
         with installed.completing():
@@ -137,11 +149,11 @@ def _around_save(installed: Installed, original: Callable[..., Any]) -> Callable
 
 def _around_save_checkpoint(installed: Installed, original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        before = installed.saves
+        before = installed.seen
         with installed.completing():
             result = original(*args, **kwargs)
         # Checkpoints for a restart on the same machines have a format of their own.
-        if installed.saves == before and not kwargs.get("non_persistent_ckpt"):
+        if installed.seen == before and not kwargs.get("non_persistent_ckpt"):
             raise ConfigError(
                 "the checkpoint is saved, but in a format that cannot be published",
                 remedy="use --ckpt-format torch_dist",
@@ -181,15 +193,15 @@ def models_of(shards: list[Shard]) -> list[torch.nn.Module]:
 
     A state dict does not tell which modules it was made of. They are looked up among all live objects: that also finds
     models that were copied, and needs nothing from the code that built them.
-
-    :raises LayoutError: if there are none
     """
     held = starts(shards)
     # The type alone is asked: isinstance() would wake proxies that load on their first use.
     modules = [item for item in gc.get_objects() if issubclass(type(item), MegatronModule)]
-    found = [module for module in modules if any(p.numel() and p.data_ptr() in held for p in module.parameters())]
+    found = [module for module in modules if holds_any([module], held)]
     inner = {id(child) for module in found for child in module.modules() if child is not module}
-    models = [module for module in found if id(module) not in inner]
-    if not models:
-        raise LayoutError("the checkpoint holds no Megatron model of this process", found=f"{len(shards)} tensors")
-    return models
+    return [module for module in found if id(module) not in inner]
+
+
+def holds_any(model: Sequence[torch.nn.Module], held: set[int]) -> bool:
+    """Whether a parameter of the model begins at one of these addresses."""
+    return any(p.numel() and p.data_ptr() in held for module in model for p in module.parameters())

@@ -64,8 +64,8 @@ class PublishingSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     before it returns as well; in its finalisation the weights would be those of later steps.
 
     :param model: the model chunks that ``push`` publishes, wrapped in DDP if they are trained so
-    :param push: called with the version on every rank; :meth:`weightlink.Link.push`, or a function that, like it, raises
-        on every rank or on none
+    :param push: called with the version on every rank: :meth:`weightlink.Link.push`, or a function that raises on every
+        rank or on none, as it does
     :param inner: the strategy that writes; Megatron's default if None. Build it like the save that this one replaces:
         with ``FullyParallelSaveStrategyWrapper`` around it for fully parallel saves
     :param version: the version for a checkpoint's folder; must rise from save to save
@@ -107,8 +107,11 @@ class PublishingSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """Publish, then save. A failed push is left for :meth:`check`; what ``inner`` raises is raised here."""
-        self._failure = self._attempt(sharded_state_dict, checkpoint_dir)
-        return self.inner.save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        self._failure = None
+        failure = self._attempt(sharded_state_dict, checkpoint_dir)
+        result = self.inner.save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        self._failure = failure
+        return result
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """Publish, then prepare the save. A failed push is raised when the request has been finalised.
@@ -129,6 +132,10 @@ class PublishingSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         if failure is not None:
             raise failure
 
+    def concerns(self, shards: list[Shard]) -> bool:
+        """Whether a checkpoint with these tensors is one to publish."""
+        return True
+
     def publish(self, version: int, shards: list[Shard]) -> None:
         """Publish the model as ``version``.
 
@@ -142,6 +149,9 @@ class PublishingSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         """Publish; the error that is to be raised once the checkpoint is safe."""
         self.saves += 1
         try:
+            shards = list(model_shards(state))
+            if not self.concerns(shards):
+                return None
             version = self._version_of(Path(folder))
             if self.published is not None and version <= self.published:
                 raise VersionError(
@@ -150,7 +160,7 @@ class PublishingSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
                     found=version,
                     remedy="pass version=, a function of the folder, to the save strategy",
                 )
-            self.publish(version, list(model_shards(state)))
+            self.publish(version, shards)
         except Exception as error:
             logger.exception(
                 "the engines did not get the weights of the checkpoint %s, which is saved all the same", folder
