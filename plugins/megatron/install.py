@@ -191,8 +191,8 @@ def _replace(original: object, replacement: object) -> list[str]:
 def models_of(shards: list[Shard]) -> list[torch.nn.Module]:
     """The outermost Megatron modules of this process whose parameters the checkpoint holds.
 
-    A state dict does not tell which modules it was made of. They are looked up among all live objects: that also finds
-    models that were copied, and needs nothing from the code that built them.
+    A state dict does not tell which modules it was made of. They are looked up once among all live objects, which asks
+    nothing of the code that built them.
     """
     held = starts(shards)
     # The type alone is asked: isinstance() would wake proxies that load on their first use.

@@ -86,7 +86,7 @@ class PublishingSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         super().__init__(backend=inner.backend, version=inner.version)
         if on_failure not in ("raise", "log"):
             raise ConfigError("unknown on_failure", expected="raise or log", found=on_failure)
-        self.model = model
+        self.model: Any = model
         self.inner: Any = inner
         self.saves = 0  #: saves that came through here
         self.published: int | None = None  #: the version that was published last
