@@ -28,6 +28,21 @@ def _qwen3() -> tuple[Any, dict[str, Any]]:
     return Qwen3ForCausalLM(Qwen3Config(head_dim=48, **_COMMON)), {}
 
 
+def _qwen3_deep() -> tuple[Any, dict[str, Any]]:
+    """Four layers, for trainers with several virtual pipeline stages; tied."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    changes = {"num_hidden_layers": 4, "tie_word_embeddings": True}
+    return Qwen3ForCausalLM(Qwen3Config(head_dim=48, **{**_COMMON, **changes})), {}
+
+
+def _qwen2() -> tuple[Any, dict[str, Any]]:
+    """Biases on q, k and v. Qwen2's heads are hidden / heads wide, so that q_proj is square."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**{**_COMMON, "hidden_size": 192})), {}
+
+
 def _llama_tied() -> tuple[Any, dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,11 +63,11 @@ def _qwen2_moe() -> tuple[Any, dict[str, Any]]:
     return Qwen2MoeForCausalLM(config), {}
 
 
-def _qwen3_moe() -> tuple[Any, dict[str, Any]]:
+def _qwen3_moe(width: int = 96) -> tuple[Any, dict[str, Any]]:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        head_dim=48, moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1, **_COMMON
+        head_dim=48, moe_intermediate_size=width, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1, **_COMMON
     )
     return Qwen3MoeForCausalLM(config), {}
 
@@ -99,6 +114,9 @@ _FAMILIES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "llama_tied": _llama_tied,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_moe_uneven": lambda: _qwen3_moe(72),
+    "qwen3_deep": _qwen3_deep,
+    "qwen2": _qwen2,
     "deepseek_v3": _deepseek_v3,
 }
 

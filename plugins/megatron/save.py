@@ -162,10 +162,10 @@ class PublishingSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
                 )
             self.publish(version, shards)
         except Exception as error:
-            logger.exception(
-                "the engines did not get the weights of the checkpoint %s, which is saved all the same", folder
-            )
-            return error if self._on_failure == "raise" else None
+            only_log = self._on_failure == "log"
+            text = "the engines did not get the weights of the checkpoint %s, which is saved all the same: %s"
+            logger.error(text, folder, error, exc_info=only_log)
+            return None if only_log else error
         self.published = version
         logger.info("published version %d with the checkpoint %s", version, folder)
         return None
