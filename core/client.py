@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,8 @@ from weightlink.hooks.errors import (
 )
 
 if TYPE_CHECKING:
-    from weightlink.front import EngineFront
     from weightlink.hooks.deadline import Deadline
+    from weightlink.hooks.protocols import LocalEngine
 
 T = TypeVar("T")
 CONTROL_PATH = "/weightlink/v1/control"
@@ -66,23 +67,27 @@ class EngineClient(ABC):
 
 
 class LocalClient(EngineClient):
-    """An engine whose front lives in this process.
+    """An engine that lives in this process."""
 
-    :param front: its state machine
-    :param loop: the event loop that the front belongs to, running in another thread
-    """
-
-    def __init__(self, name: str, front: EngineFront, loop: asyncio.AbstractEventLoop) -> None:
-        self.name, self._front, self._loop = name, front, loop
+    def __init__(self, name: str, engine: LocalEngine) -> None:
+        self.name, self._engine = name, engine
+        self._turn = threading.Lock()
 
     def exchange(self, request: m.Request, deadline: Deadline) -> m.Reply:
         what = f"{self.name} to answer {type(request).__name__}"
-        future = asyncio.run_coroutine_threadsafe(self._front.handle(request), self._loop)
+        loop = self._engine.loop
+        if not loop.is_running():  # the engine runs its loop only inside its own calls: lend it this thread
+            with self._turn:
+                return loop.run_until_complete(self._engine.handle(request))
+        future = asyncio.run_coroutine_threadsafe(self._handle(request), loop)
         try:
             return future.result(deadline.check(what) + GRACE)
         except TimeoutError as error:
             future.cancel()
             raise deadline.exceeded(what) from error
+
+    async def _handle(self, request: m.Request) -> m.Reply:
+        return await self._engine.handle(request)
 
     def close(self) -> None:
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from weightlink.attach import Attachment, attach
-from weightlink.client import EngineClient, HttpClient, fan_out, raise_failures
+from weightlink.client import EngineClient, HttpClient, LocalClient, fan_out, raise_failures
 from weightlink.group import TrainerGroup
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
@@ -29,7 +29,7 @@ _CLOSE_SECONDS = 30.0
 
 def connect(
     model: object,
-    engines: Sequence[str],
+    engines: Sequence[object],
     *,
     group: dist.ProcessGroup | None = None,
     plugins: PluginManager | None = None,
@@ -38,7 +38,8 @@ def connect(
     """Connect a trainer's model to running engines. Collective: every trainer rank calls it with equal arguments.
 
     :param model: a Megatron-Core module or a list of model chunks, or whatever an installed plugin knows
-    :param engines: base URLs of engines that run with weightlink
+    :param engines: base URLs of engines that run with weightlink, or engine objects that live in the process of
+        trainer rank 0 (``sglang.Engine``; None in their place on the other ranks)
     :param group: the trainer's ranks; the default process group if None, this process alone if there is none
     :param settings: fields of :class:`LinkSettings` (``timeout``, ``token``, ``host``, ``pause_mode``, ``strict``,
         ``min_engines``, ``family``, ``ignore``, ``engine_owned``) and of :class:`WireSettings` (``transport``,
@@ -46,12 +47,12 @@ def connect(
     :raises WeightlinkError: the same on every rank; no weight has been changed then
     """
     chosen = _settings(settings)
-    names = [str(engine) for engine in engines]
+    names = [e if isinstance(e, str) else f"engine {n} (in process)" for n, e in enumerate(engines)]
     if not names or len(set(names)) != len(names):
-        raise ConfigError("engines must be a non-empty list of different URLs", found=names)
+        raise ConfigError("engines must be a non-empty list of different URLs or engine objects", found=names)
     deadline = Deadline.after(chosen.timeout)
     manager = plugins or PluginManager()
-    link = Link(names, group, chosen, manager, deadline)
+    link = Link(names, engines, group, chosen, manager, deadline)
     try:
         link._start(model, deadline)
     except BaseException as error:
@@ -80,7 +81,8 @@ class Link:
 
     def __init__(
         self,
-        engines: Sequence[str],
+        names: Sequence[str],
+        engines: Sequence[object],
         group: dist.ProcessGroup | None,
         settings: LinkSettings,
         plugins: PluginManager,
@@ -89,6 +91,7 @@ class Link:
         self.id = secrets.token_hex(8)
         self.settings = settings
         self.version: int | None = None
+        self._names = tuple(names)
         self._engines = tuple(engines)
         self._plugins = plugins
         self._epoch = 0
@@ -101,23 +104,31 @@ class Link:
     def _host(self, settings: LinkSettings) -> str:
         if settings.host is not None:
             return settings.host
-        client = HttpClient(self._engines[0], None)
-        client.close()
-        return local_address_towards(client.host, client.port)
+        for engine in self._engines:
+            if isinstance(engine, str):
+                client = HttpClient(engine, None)
+                client.close()
+                return local_address_towards(client.host, client.port)
+        return "127.0.0.1"
 
     def _start(self, model: object, deadline: Deadline) -> None:
         self.id = self._group.broadcast(self.id.encode(), deadline, "the link's id").decode()
 
         def start() -> TrainingAdapter:
             if self._group.rank == 0:
-                self._clients = [HttpClient(url, self.settings.token) for url in self._engines]
+                self._clients = [self._client(n, e) for n, e in zip(self._names, self._engines, strict=True)]
             return self._plugins.training_adapter(model)
 
         # The token stays out of it: it would end up in an error message.
         shown = msgspec.structs.replace(self.settings, token=None)
-        mark = f"engines {', '.join(self._engines)}; {shown}"
+        mark = f"engines {', '.join(self._names)}; {shown}"
         self._adapter = self._group.together(start, deadline, "every trainer rank to start the link", mark=mark)
         self._attach(deadline)
+
+    def _client(self, name: str, engine: object) -> EngineClient:
+        if isinstance(engine, str):
+            return HttpClient(engine, self.settings.token)
+        return LocalClient(name, self._plugins.local_engine(engine))
 
     def _abandon(self, error: BaseException) -> None:
         """Leave what never became a link, together: the rank that hosts the store must not go before the others have

@@ -12,13 +12,14 @@ from weightlink.hooks import specs
 from weightlink.hooks.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
-    from weightlink.hooks.protocols import Family, TrainingAdapter, Transport
+    from weightlink.hooks.protocols import Family, LocalEngine, TrainingAdapter, Transport
 
 #: Built-in plugins by dotted module name; each is registered like a third party's.
 BUILTINS = (
     "weightlink.converters.families",
     "weightlink.plugins.demo",
     "weightlink.plugins.megatron",
+    "weightlink.plugins.sglang",
     "weightlink.plugins.transports",
 )
 
@@ -97,6 +98,18 @@ class PluginManager:
             )
         adapter: TrainingAdapter = found[0][1]
         return adapter
+
+    def local_engine(self, engine: object) -> LocalEngine:
+        """The engine in this process; raises :class:`ConfigError` when no plugin knows it."""
+        found = self._call("weightlink_local_engine", engine=engine)
+        if not found:
+            raise ConfigError(
+                "no plugin knows this engine",
+                expected="a URL, or an sglang.Engine in the process of trainer rank 0 (None on the other ranks)",
+                found=type(engine).__name__,
+            )
+        local: LocalEngine = found[0][1]
+        return local
 
     def _named(self, hook: str, what: str) -> dict[str, Any]:
         items: dict[str, tuple[str, Any]] = {}

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import asyncio
+
     import torch
     import torch.distributed as dist
     from weightlink.hooks.deadline import Deadline
     from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
-    from weightlink.hooks.messages import EngineContext, LayoutKind, RankPlace
+    from weightlink.hooks.messages import EngineContext, LayoutKind, RankPlace, Reply, Request
     from weightlink.hooks.settings import PauseMode, WireSettings
 
 
@@ -75,6 +77,17 @@ class InferenceAdapter(Protocol):
 
     def commit(self, version: int, *, flush: bool) -> None:
         """Flush the caches, then record the version. Called in the main thread."""
+
+
+class LocalEngine(Protocol):
+    """An engine that lives in the process of trainer rank 0."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the engine's front belongs to; running in another thread, or not running at all."""
+
+    async def handle(self, request: Request) -> Reply:
+        """Carry out one control request, in ``loop``."""
 
 
 class Pending(Protocol):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import typer
-    from weightlink.hooks.protocols import Family, TrainingAdapter, Transport
+    from weightlink.hooks.protocols import Family, LocalEngine, TrainingAdapter, Transport
 
 PROJECT = "weightlink"
 
@@ -24,6 +24,14 @@ def weightlink_training_adapter(model: object) -> TrainingAdapter | None:
     """The adapter for a trainer's model, or None if this plugin does not know it.
 
     :param model: what the user gave to :func:`weightlink.connect`: a module or a list of model chunks
+    """
+
+
+@hookspec(firstresult=True)
+def weightlink_local_engine(engine: object) -> LocalEngine | None:
+    """An engine that lives in this process, or None if this plugin does not know it.
+
+    :param engine: an entry of ``engines`` that the user gave to :func:`weightlink.connect` and that is not a URL
     """
 
 

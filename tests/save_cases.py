@@ -244,7 +244,7 @@ def after_steps(path: str, out: str) -> dict[str, Any]:
         strategy.check()
         stale = not all(torch.equal(a, b) for a, b in zip(before, parameters(chunks), strict=True))
         metadata = dist_checkpointing.load_tensors_metadata(folder)
-        plain = dist_checkpointing.load_plain_tensors(folder) if served else {}
+        plain = dist_checkpointing.load_plain_tensors(folder)
         engine = served.resident() if served else {}
         same = [
             torch.equal(plain[ours][layer] if layer is not None else plain[ours][:250], engine[theirs])

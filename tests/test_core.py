@@ -143,7 +143,10 @@ class Engine:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.front = EngineFront(self.port, EngineSettings(enabled=True), owns_weights=False)
-        self.client = LocalClient(name, self.front, self.loop)
+        self.client = LocalClient(name, self)
+
+    async def handle(self, request: m.Request) -> m.Reply:
+        return await self.front.handle(request)
 
     def poison(self) -> None:
         for adapter in self.adapters:
@@ -184,6 +187,7 @@ class TorchTrainer:
         self.log.append("readable")
 
     def layout(self, context: m.EngineContext, family: str | None) -> Layout:
+        self.log.append(f"layout for {context.architecture}")
         if self.fail is not None:
             raise self.fail
         return self.own
@@ -619,3 +623,28 @@ def test_an_engine_that_cannot_join_is_reported_without_waiting_for_the_deadline
     rig.connect()
     rig.push(1)
     rig.engines["http://e0"].expect(values)
+
+
+def test_contexts_reach_the_trainer_and_the_layout_kind_the_engine_before_either_describes_itself(rigs, monkeypatch):
+    rig, _ = rigs(47, 1, (1,))
+    engine = rig.engines["http://e0"]
+    order: list[str] = []
+    context, layout, observe = engine.port.context, rig.trainers[0].layout, engine.adapters[0].observe
+
+    async def asked() -> m.EngineContext:
+        order.append("context")
+        return await context()
+
+    def described(*args):
+        order.append(f"trainer's layout for {args[0].architecture}")
+        return layout(*args)
+
+    def observed(tensors, kind):
+        order.append(f"engine's layout over a manifest of kind {kind}")
+        return observe(tensors, kind)
+
+    monkeypatch.setattr(engine.port, "context", asked)
+    monkeypatch.setattr(rig.trainers[0], "layout", described)
+    monkeypatch.setattr(engine.adapters[0], "observe", observed)
+    rig.connect()
+    assert order == ["context", "trainer's layout for Toy", "engine's layout over a manifest of kind hf"]
