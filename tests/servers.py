@@ -21,7 +21,7 @@ READY = "The server is fired up and ready to roll"
 #: A small server: plain torch operators, little memory, no tokenizer.
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
-    *("--mem-fraction-static", "0.1", "--max-total-tokens", "2048", "--random-seed", "7"),
+    *("--mem-fraction-static", "0.5", "--max-total-tokens", "2048", "--random-seed", "7"),
     "--sleep-on-idle",  # idle schedulers spin otherwise, on the cores that the tests need
 )
 

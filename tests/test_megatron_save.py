@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import toys
 from megatron_cpu import Megatron
+from servers import serve
 from weightlink.plugins.megatron import run
 
 SCRIPT = """
@@ -106,7 +107,7 @@ def test_what_is_published_is_what_is_saved_and_loads(
     megatron, checkpoint, tmp_path, how, asynchronous, world, parallel
 ):
     answers = megatron.run(
-        "save_cases:publish_and_save", world,
+        "save_cases:publish_and_save", world, timeout=240,
         path=checkpoint, out=str(tmp_path), how=how, asynchronous=asynchronous, **parallel,
     )  # fmt: skip
     for answer in answers:
@@ -115,6 +116,19 @@ def test_what_is_published_is_what_is_saved_and_loads(
         assert answer["registered"] == (how == "registry")
     assert answers[0]["engine"] == [True, True]
     assert answers[0]["versions"] == [7, 19]
+
+
+@pytest.mark.server
+@pytest.mark.timeout(420)
+def test_a_server_gets_what_is_saved(megatron, checkpoint, tmp_path):
+    with serve(Path(checkpoint), tmp_path / "server", seconds=240, tp=2) as server:
+        native = server.checksums()
+        server.poison()
+        assert server.checksums() != native
+        run = dict(path=checkpoint, out=str(tmp_path), url=server.url, version=3, tp=2)
+        assert megatron.run("save_cases:publish_to", 2, **run) == [True, True]
+        assert server.checksums() == native
+        assert server.http.get("/model_info").json()["weight_version"] == "3"
 
 
 def test_weights_that_wait_for_their_gather_are_published_and_saved_fresh(megatron, checkpoint, tmp_path):
@@ -129,7 +143,7 @@ def test_a_push_that_fails_is_raised_when_the_checkpoint_is_safe(
     megatron, checkpoint, tmp_path, asynchronous, on_failure
 ):
     ranks = megatron.run(
-        "save_cases:failing", 2,
+        "save_cases:failing", 2, timeout=240,
         path=checkpoint, out=str(tmp_path), asynchronous=asynchronous, on_failure=on_failure,
     )  # fmt: skip
     says = [
@@ -160,7 +174,8 @@ def launch(megatron, checkpoint, tmp_path) -> Callable[..., list[dict]]:
 
     def start(*arguments: str, script: str = "script.py", world: int = 1, alive: bool = True, options=()) -> list[dict]:
         return megatron.run(
-            "save_cases:launched", world, path=checkpoint, out=str(tmp_path / "out"), script=str(tmp_path / script),
+            "save_cases:launched", world, timeout=240,
+            path=checkpoint, out=str(tmp_path / "out"), script=str(tmp_path / script),
             arguments=arguments, options=options, alive=alive,
         )  # fmt: skip
 

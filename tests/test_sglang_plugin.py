@@ -313,7 +313,7 @@ from weightlink.hooks.messages import EngineState
 def main():
     engine = sglang.Engine(
         model_path=sys.argv[1], load_format="dummy", device="cpu", attention_backend="torch_native",
-        skip_tokenizer_init=True, mem_fraction_static=0.1, max_total_tokens=512, disable_overlap_schedule=True,
+        skip_tokenizer_init=True, mem_fraction_static=0.5, max_total_tokens=512, disable_overlap_schedule=True,
     )
     try:
         control = engine.tokenizer_manager.weightlink

@@ -118,7 +118,7 @@ def install(engines: Sequence[str], *, on_failure: OnFailure = "raise", **settin
     for function, _ in found:
         before: Installed | None = getattr(function, _MARK, None)
         if before is not None:
-            if (before.engines, before.settings) != (list(engines), settings):
+            if (before.engines, before.on_failure, before.settings) != (list(engines), on_failure, settings):
                 raise ConfigError("checkpoints are published already, to other engines or with other settings")
             return before
     installed = Installed(engines, on_failure, settings)

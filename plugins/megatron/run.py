@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     script = Path(options.script).resolve()
     # As if Python had been started with the script.
     sys.argv = [options.script, *options.arguments]
-    sys.path[0] = str(script.parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(script.parent)
     from weightlink.plugins.megatron.install import install
 
     with install(options.engines, on_failure=options.on_failure, **options.settings):

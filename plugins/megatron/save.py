@@ -16,7 +16,7 @@ Four facts about that seam shape the class:
   question: does this checkpoint hold that model? Entries of the optimizer (``optimizer.`` in their key) and those that
   are not sharded tensors do not count as an answer.
 - ``FullyParallelSaveStrategyWrapper`` deals the shards out anew by rewriting their replica ids. It belongs inside, as
-  ``inner``. (Outside it does no harm: the replica ids are not read here.)
+  ``inner``. (Around this one it does no harm either: the replica ids are not read here.)
 - From Megatron-Core 0.17 on any object that is not a ``TorchDistSaveShardedStrategy`` is silently replaced by one.
 """
 
@@ -92,7 +92,7 @@ class PublishingSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self.published: int | None = None  #: the version that was published last
         self._push = push
         self._version_of = version
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         self._failure: Exception | None = None
 
     def delegate_to(self, inner: Any) -> None:
@@ -162,7 +162,7 @@ class PublishingSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
                 )
             self.publish(version, shards)
         except Exception as error:
-            only_log = self._on_failure == "log"
+            only_log = self.on_failure == "log"
             text = "the engines did not get the weights of the checkpoint %s, which is saved all the same: %s"
             logger.error(text, folder, error, exc_info=only_log)
             return None if only_log else error
