@@ -1,11 +1,12 @@
 """An ``sglang.Engine`` and a Megatron trainer in one process, which pushes into both it and a server. Run as a script:
-``CHECKPOINT SERVER_URL``; prints one JSON line."""
+``CHECKPOINT SERVER_URL VERSION``; prints one JSON line."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from pathlib import Path
 
 sys.modules["flash_mla"] = None  # type: ignore[assignment]  # its CUDA library raises what Megatron does not catch
 
@@ -17,7 +18,7 @@ def main() -> None:
     from servers import free_port
     from weightlink.plugins.megatron import cpu as megatron_cpu
 
-    checkpoint, url = sys.argv[1:]
+    checkpoint, url, version = sys.argv[1:]
     os.environ["WEIGHTLINK_ENABLE"] = "1"
     engine = sglang.Engine(
         model_path=checkpoint, device="cpu", attention_backend="torch_native", skip_tokenizer_init=True,
@@ -40,10 +41,10 @@ def main() -> None:
         from weightlink.converters.checkpoint import read_config
         from weightlink.plugins.megatron import load_hf
 
-        chunks = megatron_cpu.build_model(read_config(checkpoint), dtype=torch.bfloat16)
+        chunks = megatron_cpu.build_model(read_config(Path(checkpoint)), dtype=torch.bfloat16)
         load_hf(chunks, checkpoint, timeout=60)
         with weightlink.connect(chunks, [engine, url], timeout=60.0) as link:
-            report = link.push(1)
+            report = link.push(int(version))
         result = {
             "poisoned": poisoned != native,
             "restored": str(check("checksum")) == native,

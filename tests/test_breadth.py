@@ -31,16 +31,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(toys.make("qwen3", tmp_path_factory.mktemp("breadth") / "qwen3"))
 
 
-def test_an_engine_with_pipeline_stages_and_another_beside_it(megatron, checkpoint, tmp_path):
+@pytest.fixture(scope="module")
+def single(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A TP1 server."""
+    with serve(checkpoint, tmp_path_factory.mktemp("single"), seconds=SECONDS) as server:
+        yield Engine(server, checkpoint)
+
+
+def test_an_engine_with_pipeline_stages_and_another_beside_it(megatron, checkpoint, single, tmp_path):
     """TP2 x PP2 and TP1 in one link, one trainer; checksums of every stage on every rank."""
-    stages = serve(checkpoint, tmp_path / "stages", seconds=SECONDS, tp=2, pp=2)
-    single = serve(checkpoint, tmp_path / "single", seconds=SECONDS)
-    with stages as first, single as second:
-        engines = [Engine(first, checkpoint), Engine(second, checkpoint)]
+    second = single.server
+    with serve(checkpoint, tmp_path, seconds=SECONDS, tp=2, pp=2) as first:
+        engines = [Engine(first, checkpoint), single]
         assert len(engines[0].native) == 4
         assert len({json.dumps(rank, sort_keys=True) for rank in engines[0].native}) == 4
         run = dict(path=str(checkpoint), urls=[first.url, second.url])
-        for version, (world, trainer) in enumerate([(2, {"tp": 2}), (2, {"pp": 2}), (1, {})], 1):
+        start = single.next
+        for version, (world, trainer) in enumerate([(2, {"tp": 2}), (2, {"pp": 2}), (1, {})], start):
             for engine in engines:
                 engine.poison()
             (reports, *_) = megatron.run("push_cases:push", world, **run, versions=[version], **trainer)
@@ -53,12 +60,12 @@ def test_an_engine_with_pipeline_stages_and_another_beside_it(megatron, checkpoi
         assert answers[0]["kind"] == "ConfigError"
         assert "pipeline stages" in answers[0]["text"]
         for engine in engines:
-            engine.expect_native(3)
+            engine.expect_native(start + 2)
         # One trainer breaks half way: every stage of every engine must be let go, and the next push heals all of them.
-        results = megatron.run("push_cases:broken_push", 2, **run, version=4, tp=2)
+        results = megatron.run("push_cases:broken_push", 2, **run, version=start + 3, tp=2)
         assert results[0]["healed"] == [True, True]
         for engine in engines:
-            engine.expect_native(5)
+            engine.expect_native(start + 4)
 
 
 def test_an_engine_with_pipeline_stages_that_is_serving_is_paused_first(megatron, checkpoint, tmp_path):
@@ -91,29 +98,22 @@ def test_an_engine_with_pipeline_stages_that_is_serving_is_paused_first(megatron
         engine.expect_native(3)
 
 
-def test_an_engine_object_and_a_server_in_one_link(checkpoint, tmp_path):
-    with serve(checkpoint, tmp_path, seconds=SECONDS, tp=2) as server:
-        engine = Engine(server, checkpoint)
-        engine.poison()
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-W",
-                "ignore",
-                str(Path(__file__).with_name("engine_in_process.py")),
-                checkpoint,
-                server.url,
-            ],
-            env={**os.environ, "SGLANG_PLATFORM": "torch_cpu", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        result = json.loads(done.stdout.strip().splitlines()[-1])
-        assert result["poisoned"]
-        assert result["restored"]
-        assert result["tokens"]
-        assert result["version"] == 1
-        assert result["engines"] == [["engine 0 (in process)", True], [server.url, True]]
-        engine.expect_native(1)
+def test_an_engine_object_and_a_server_in_one_link(checkpoint, single):
+    version = single.next
+    single.poison()
+    script = Path(__file__).with_name("engine_in_process.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), str(checkpoint), single.server.url, str(version)],
+        env={**os.environ, "SGLANG_PLATFORM": "torch_cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result["poisoned"]
+    assert result["restored"]
+    assert result["tokens"]
+    assert result["version"] == version
+    assert result["engines"] == [["engine 0 (in process)", True], [single.server.url, True]]
+    single.expect_native(version)

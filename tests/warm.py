@@ -203,7 +203,7 @@ def _runner(request: dict[str, Any], rank: int, port: int) -> Any:
         device="cpu",
         attention_backend="torch_native",
         skip_tokenizer_init=True,
-        mem_fraction_static=0.1,
+        mem_fraction_static=0.5,
         max_total_tokens=512,
         tp_size=tp,
         pp_size=pp,
@@ -217,7 +217,7 @@ def _runner(request: dict[str, Any], rank: int, port: int) -> Any:
     one_batch.bootstrap.init_parallel_runtime(server_args=server, device="cpu", dist_port=port)
     one_batch.bootstrap.init_layer_runtime(model_config=config)
     return one_batch.ModelRunner(
-        model_config=config, mem_fraction_static=0.1, gpu_id=0, nccl_port=port, server_args=server
+        model_config=config, mem_fraction_static=0.5, gpu_id=0, nccl_port=port, server_args=server
     )
 
 

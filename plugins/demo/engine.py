@@ -23,7 +23,7 @@ PLATFORM = "torch_cpu"
 
 FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"),
-    *("--mem-fraction-static", "0.1", "--max-total-tokens", "2048", "--random-seed", "7"),
+    *("--mem-fraction-static", "0.5", "--max-total-tokens", "2048", "--random-seed", "7"),
     *("--load-format", "dummy", "--weightlink", "--weightlink-serve-unready"),
 )
 
