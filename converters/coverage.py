@@ -145,14 +145,14 @@ def prove_destination(
     volume = np.array([int(np.prod(p.shape, dtype=np.int64)) for p in params], np.int64)
     boxes, is_box = param_boxes(params, param, offset, size, stride)
     outside = np.zeros(len(param), bool)
-    outside |= (offset < 0) | (_last(offset, size, stride) >= _extent(params)[param])
+    outside |= (offset < 0) | (stride < 0).any(axis=1) | (_last(offset, size, stride) >= _extent(params)[param])
     for row in np.flatnonzero(outside)[:20]:
         found.add(params[int(param[row])].name, rank, "a write reaches beyond the parameter")
     counted = {int(p) for p in param[~is_box & ~outside]}
     for number in sorted(counted):
-        here = np.flatnonzero(param == number)
+        here = np.flatnonzero((param == number) & ~outside)
         _count(params[number], offset[here], size[here], stride[here], rank, found)
-    rows = np.flatnonzero(is_box & ~np.isin(param, list(counted)))
+    rows = np.flatnonzero(is_box & ~outside & ~np.isin(param, list(counted)))
     touched = np.unique(param)
     owned_now = [n for n in range(len(params)) if n not in set(touched.tolist())]
     expected = volume.copy()

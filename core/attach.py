@@ -119,12 +119,13 @@ def attach(
         lambda: _verify(programs, layout, head, group.name), deadline, "every trainer rank to prove its program"
     )
 
-    def join() -> list[Leg]:
-        return _join(link, epoch, group, adapter, clients, settings, plugins, contexts, head, programs, deadline)
-
     legs: list[Leg] = []
+
+    def join() -> None:
+        _join(legs, link, epoch, group, adapter, clients, settings, plugins, contexts, head, programs, deadline)
+
     try:
-        legs = group.together(join, deadline, "every rank to join the link's groups")
+        group.together(join, deadline, "every rank to join the link's groups")
     except BaseException:
         for leg in legs:
             leg.close()
@@ -274,6 +275,7 @@ def _verify(programs: Sequence[Program], layout: Layout, head: _Head, rank: str)
 
 
 def _join(
+    legs: list[Leg],
     link: str,
     epoch: int,
     group: TrainerGroup,
@@ -285,14 +287,13 @@ def _join(
     head: _Head,
     programs: Sequence[Program],
     deadline: Deadline,
-) -> list[Leg]:
-    """Form the groups, engines and trainer at the same time.
+) -> None:
+    """Form the groups, engines and trainer at the same time, and add them to ``legs``.
 
     An engine that fails to join leaves the trainer's ranks waiting for it inside the group's constructor, which cannot
     be interrupted. So they wait in a thread, and leave it behind when rank 0 hears of the failure."""
     flag = f"join-failed/{epoch}"
     failures: dict[str, ErrorInfo] = {}
-    legs: list[Leg] = []
     errors: list[Exception] = []
 
     def ask() -> None:
@@ -319,12 +320,12 @@ def _join(
                 )
                 try:
                     handshake(channel, program, adapter.device, deadline)
+                    sender = Sender(program, settings.wire, adapter.device)
                 except BaseException:
                     channel.abort()
                     channel.close()
                     raise
-                name = clients[number].name if clients else f"engine {number}"
-                legs.append(Leg(name, channel, Sender(program, settings.wire, adapter.device)))
+                legs.append(Leg(clients[number].name if clients else f"engine {number}", channel, sender))
         except Exception as error:  # noqa: BLE001 - handed to the thread that waits for this one
             errors.append(error)
 
@@ -336,17 +337,9 @@ def _join(
             thread.join(0.02)
         if threads[0].is_alive() and group.flagged(flag):
             break
-    if failures:
-        for leg in legs:
-            leg.close()
-        raise_failures(failures, "join the link's groups")
-    if group.flagged(flag):
-        for leg in legs:
-            leg.close()
-        return []  # rank 0 raises the engine's own error on every rank
-    if errors:
+    raise_failures(failures, "join the link's groups")
+    if not group.flagged(flag) and errors:  # else rank 0 raises the engine's own error on every rank
         raise errors[0]
-    return legs
 
 
 def _start(work: Callable[[], None]) -> threading.Thread:

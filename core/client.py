@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONTROL_PATH = "/weightlink/v1/control"
-#: Seconds beyond the deadline, so that an engine that meets it can still say what it waited for.
-GRACE = 5.0
+#: Usual seconds beyond the deadline in which an engine's own account of a time-out may arrive.
+GRACE = 3.0
 _INSTALL = "install weightlink beside SGLang and start the server with --weightlink"
 
 
@@ -41,16 +41,19 @@ class EngineClient(ABC):
     name: str
 
     @abstractmethod
-    def exchange(self, request: m.Request, deadline: Deadline) -> m.Reply:
-        """Carry out ``request``; the engine's reply, whatever it says."""
+    def exchange(self, request: m.Request, deadline: Deadline, grace: float) -> m.Reply:
+        """Carry out ``request``; the engine's reply, whatever it says.
+
+        :param grace: seconds beyond the deadline, so that an engine that meets it can still say what it waited for
+        """
 
     @abstractmethod
     def close(self) -> None:
         """Close the connection. Safe to repeat."""
 
-    def send(self, request: m.Request, deadline: Deadline) -> m.Reply:
+    def send(self, request: m.Request, deadline: Deadline, *, grace: float = GRACE) -> m.Reply:
         """Carry out ``request``; the reply of an engine that did. Raises the engine's own error otherwise."""
-        reply = self.exchange(request, deadline)
+        reply = self.exchange(request, deadline, grace)
         if reply.error is None:
             return reply
         if reply.error.kind != UpdateFailed.__name__:
@@ -73,7 +76,7 @@ class LocalClient(EngineClient):
         self.name, self._engine = name, engine
         self._turn = threading.Lock()
 
-    def exchange(self, request: m.Request, deadline: Deadline) -> m.Reply:
+    def exchange(self, request: m.Request, deadline: Deadline, grace: float) -> m.Reply:
         what = f"{self.name} to answer {type(request).__name__}"
         loop = self._engine.loop
         if not loop.is_running():  # the engine runs its loop only inside its own calls: lend it this thread
@@ -81,7 +84,7 @@ class LocalClient(EngineClient):
                 return loop.run_until_complete(self._engine.handle(request))
         future = asyncio.run_coroutine_threadsafe(self._handle(request), loop)
         try:
-            return future.result(deadline.check(what) + GRACE)
+            return future.result(deadline.check(what) + grace)
         except TimeoutError as error:
             future.cancel()
             raise deadline.exceeded(what) from error
@@ -112,8 +115,8 @@ class HttpClient(EngineClient):
             headers["authorization"] = f"Bearer {token}"
         self._http = httpx.Client(headers=headers, trust_env=False)
 
-    def exchange(self, request: m.Request, deadline: Deadline) -> m.Reply:
-        timeout = deadline.check(f"{self.name} to answer {type(request).__name__}") + GRACE
+    def exchange(self, request: m.Request, deadline: Deadline, grace: float) -> m.Reply:
+        timeout = deadline.check(f"{self.name} to answer {type(request).__name__}") + grace
         try:
             response = self._http.post(self.name + CONTROL_PATH, content=m.encode(request), timeout=timeout)
         except httpx.TimeoutException as error:

@@ -12,7 +12,9 @@ from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import (
     ConflictError,
+    DeadlineExceeded,
     ErrorInfo,
+    NotIdle,
     UpdateFailed,
     VersionError,
     WeightlinkError,
@@ -104,7 +106,7 @@ class EngineFront:
     @property
     def serving(self) -> bool:
         """Generation requests can be answered with weights that somebody vouches for."""
-        if self.state is m.EngineState.DIRTY:
+        if m.EngineState.DIRTY in (self.state, self._before if self.state is m.EngineState.UPDATING else self.state):
             return False
         return self.version is not None or self.owns_weights or self._settings.serve_unready
 
@@ -138,22 +140,33 @@ class EngineFront:
 
     async def handle(self, request: m.Request) -> m.Reply:
         """Carry one request out. Never raises a :class:`WeightlinkError`: it is in the reply."""
-        deadline = Deadline.after(request.budget)
+        try:
+            deadline = Deadline.after(request.budget)
+        except WeightlinkError as error:
+            return self._reply(error=error)
         try:
             if isinstance(request, m.Status):
                 return await self._status(request)
             if isinstance(request, m.Describe):
                 return self._reply(context=await self._describe())
-            async with asyncio.timeout(deadline.remaining()):
-                await self._turn.acquire()
-            try:
-                return await self._exclusive(request, deadline)
-            finally:
-                self._turn.release()
-        except TimeoutError:
-            return self._reply(error=deadline.exceeded("the engine's earlier request to finish"))
+            # A caller that gives up must not leave half a request behind, such as an engine that stays paused.
+            return await asyncio.shield(asyncio.create_task(self._in_turn(request, deadline)))
         except WeightlinkError as error:
             return self._reply(error=error)
+        except Exception as error:
+            logger.exception("%s failed", type(request).__name__)
+            return self._reply(error=rebuild(describe(error)))
+
+    async def _in_turn(self, request: m.Request, deadline: Deadline) -> m.Reply:
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await self._turn.acquire()
+        except TimeoutError as error:
+            raise deadline.exceeded("the engine's earlier request to finish") from error
+        try:
+            return await self._exclusive(request, deadline)
+        finally:
+            self._turn.release()
 
     async def _exclusive(self, request: m.Request, deadline: Deadline) -> m.Reply:
         match request:
@@ -211,22 +224,26 @@ class EngineFront:
         if request.update == self._last_update:
             return self._reply()
         self._refuse_open("prepare")
-        if self.version is not None and request.version <= self.version:
+        self._check_version(request.version)
+        await self._command(request, deadline, "every rank to accept the update")
+        return self._reply()
+
+    def _check_version(self, version: int) -> None:
+        if self.version is not None and version <= self.version:
             raise VersionError(
                 "a version must be higher than the committed one",
                 expected=f"> {self.version}",
-                found=request.version,
+                found=version,
                 remedy="push a higher version; the engine keeps serving the committed one",
             )
-        await self._command(request, deadline, "every rank to accept the update")
-        return self._reply()
 
     async def _begin(self, request: m.Begin, deadline: Deadline) -> m.Reply:
         if self.update == request.update and self.state is m.EngineState.UPDATING:
             return self._reply()
         self._refuse_open("begin")
+        self._check_version(request.version)
         mode = self._mode(request.pause_mode)
-        pinned = m.Begin(request.budget, request.link, request.update, request.version, mode)
+        pinned = msgspec.structs.replace(request, pause_mode=mode)
         self._before = self.state
         self.state, self.update, self._update_version = m.EngineState.UPDATING, request.update, request.version
         self._applied, self._failures, self._ranks, self._expires = False, (), (), deadline
@@ -244,14 +261,21 @@ class EngineFront:
 
     async def _until_idle(self, request: m.Begin, deadline: Deadline) -> None:
         """Begin on every rank; a pause takes effect rank by rank, so a rank that is not idle yet is asked again."""
-        wait = POLL_FIRST
+        wait, busy = POLL_FIRST, UpdateFailed("no rank has answered")
         while True:
             try:
                 await self._command(request, deadline, "every rank to be paused and idle")
                 return
             except UpdateFailed as failed:
-                if deadline.expired or any(f.kind != ConflictError.__name__ for f in failed.causes):
+                if any(f.kind != NotIdle.__name__ for f in failed.causes):
                     raise
+                busy = failed
+            except DeadlineExceeded as late:
+                if busy.causes:
+                    raise busy from late
+                raise
+            if deadline.remaining() < wait:
+                raise busy
             await asyncio.sleep(wait)
             wait = min(wait * 2, POLL_MOST)
 
@@ -290,6 +314,7 @@ class EngineFront:
 
     async def _commit(self, request: m.Commit, deadline: Deadline) -> m.Reply:
         if request.update == self._last_update:
+            await self._resume()  # the first time it may have failed
             return self._reply()
         if self.update != request.update or not self._applied or self.state is not m.EngineState.UPDATING:
             raise ConflictError(
@@ -366,17 +391,19 @@ class EngineFront:
                 await self._ask(Poll(0), Deadline.after(ABORT_SECONDS), "the ranks' heartbeat")
             except WeightlinkError as error:
                 logger.warning("the schedulers do not answer: %s", error)
+            if self._applied and self._expires is not None and self._expires.expired:
+                logger.error("nobody has committed update %s before its deadline", self.update)
+                self.state = m.EngineState.DIRTY
             await asyncio.sleep(1.0)
 
     async def _pause(self, mode: PauseMode, deadline: Deadline) -> None:
         if not self._port.paused:
+            self._we_paused, self._paused_at = True, time.monotonic()  # even a pause that fails may have taken hold
             try:
                 async with asyncio.timeout(deadline.check("the engine to pause")):
                     await self._port.pause(mode)
             except TimeoutError as error:
                 raise deadline.exceeded("the engine to pause") from error
-            self._we_paused = True
-            self._paused_at = time.monotonic()
 
     async def _resume(self) -> None:
         if self._we_paused:
@@ -395,8 +422,10 @@ class EngineFront:
         return answer
 
     async def _send(self, request: m.Request, deadline: Deadline, what: str, *, receive: bool = False) -> int:
+        """Number a request and hand it to every rank, with what is left of the caller's time."""
         self._seq += 1
-        await self._ask(Envelope(self._seq, request, receive), deadline, what)
+        left = msgspec.structs.replace(request, budget=deadline.check(what))
+        await self._ask(Envelope(self._seq, left, receive), deadline, what)
         return self._seq
 
     async def _command(self, request: m.Request, deadline: Deadline, what: str) -> list[m.RankReply]:

@@ -6,21 +6,30 @@ The trainer's own process group is used once, to hand every rank the store's add
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from weightlink.client import together
-from weightlink.hooks.errors import ConfigError, DeadlineExceeded, ErrorInfo, PlanMismatch, describe, rebuild
+from weightlink.hooks.deadline import Deadline
+from weightlink.hooks.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ErrorInfo,
+    PlanMismatch,
+    TransferError,
+    describe,
+    rebuild,
+)
 from weightlink.rendezvous import Rendezvous, connect, new_key
-
-if TYPE_CHECKING:
-    from weightlink.hooks.deadline import Deadline
 
 T = TypeVar("T")
 _INVITE_BYTES = 1024
+#: Seconds beyond the caller's deadline in which the ranks agree on how a call ended.
+VERDICT_SECONDS = 15.0
 
 
 class _Invite(msgspec.Struct, frozen=True):
@@ -51,7 +60,9 @@ class TrainerGroup:
         self.port = port
         self._listener = listener
         self._store: dist.Store = store
+        self._call = 0
         self._turn = 0
+        self._left = False
 
     @classmethod
     def form(cls, group: dist.ProcessGroup | None, choose_host: Callable[[], str], deadline: Deadline) -> TrainerGroup:
@@ -83,30 +94,55 @@ class TrainerGroup:
         """This rank, for messages."""
         return f"trainer {self.rank}"
 
+    def start(self) -> None:
+        """A new collective call begins. Ranks count turns within a call: one that gave the last call up in the middle
+        is in step again."""
+        self._call += 1
+        self._turn = 0
+
+    def _next(self) -> str:
+        self._turn += 1
+        return f"{self._call}.{self._turn}"
+
     def gather(self, data: bytes, deadline: Deadline, what: str) -> list[bytes]:
         """Every rank's ``data`` in rank order on rank 0; an empty list elsewhere."""
-        self._turn += 1
-        self._store.set(f"g{self._turn}/{self.rank}", data)
-        if self.rank != 0:
-            return []
-        keys = [f"g{self._turn}/{rank}" for rank in range(self.size)]
-        self._wait(keys, deadline, what)
-        answers = [self._store.get(key) for key in keys]
-        for key in keys:
-            self._store.delete_key(key)
-        return answers
+        turn = self._next()
+        with self._reached(what):
+            self._store.set(f"g{turn}/{self.rank}", data)
+            if self.rank != 0:
+                return []
+            keys = [f"g{turn}/{rank}" for rank in range(self.size)]
+            self._wait(keys, deadline, what)
+            answers = [self._store.get(key) for key in keys]
+            for key in keys:
+                self._store.delete_key(key)
+            return answers
 
     def scatter(self, parts: list[bytes], deadline: Deadline, what: str) -> bytes:
         """This rank's part of rank 0's ``parts``."""
-        self._turn += 1
-        if self.rank == 0:
-            for rank, part in enumerate(parts):
-                self._store.set(f"s{self._turn}/{rank}", part)
-        key = f"s{self._turn}/{self.rank}"
-        self._wait([key], deadline, what)
-        data: bytes = self._store.get(key)
-        self._store.delete_key(key)
-        return data
+        turn = self._next()
+        with self._reached(what):
+            if self.rank == 0:
+                for rank, part in enumerate(parts):
+                    self._store.set(f"s{turn}/{rank}", part)
+            key = f"s{turn}/{self.rank}"
+            self._wait([key], deadline, what)
+            data: bytes = self._store.get(key)
+            self._store.delete_key(key)
+            return data
+
+    @contextlib.contextmanager
+    def _reached(self, what: str) -> Iterator[None]:
+        """Names the loss of the store, which goes with the process that hosts it."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise TransferError(
+                f"lost trainer rank 0's store while waiting for {what}",
+                rank=self.name,
+                found=str(error).partition("\n")[0],
+                remedy="look at trainer rank 0's log: its process has ended or cannot be reached",
+            ) from error
 
     def broadcast(self, data: bytes, deadline: Deadline, what: str) -> bytes:
         """Rank 0's ``data`` on every rank."""
@@ -117,6 +153,8 @@ class TrainerGroup:
 
         :param mark: what the ranks must have in common; ranks that say something else than rank 0 are an error
         """
+        # Ranks that failed at their deadline must still be able to say so, and to hear it of one another.
+        deadline = Deadline.after(deadline.remaining() + VERDICT_SECONDS)
         mine = describe(error, rank=self.name) if error is not None else None
         packed = self.gather(msgspec.msgpack.encode(_Outcome(mine, mark)), deadline, what)
         outcomes = [_outcome.decode(data) for data in packed]
@@ -159,7 +197,7 @@ class TrainerGroup:
             except Exception as error:  # noqa: BLE001 - as above
                 failed = error
         self.agree(failed, deadline, what)
-        return self.broadcast(data, deadline, what)
+        return self.broadcast(data, Deadline.after(deadline.remaining() + VERDICT_SECONDS), what)
 
     def flag(self, name: str) -> None:
         """Set a flag that every rank can see at once."""
@@ -171,11 +209,10 @@ class TrainerGroup:
 
     def close(self, deadline: Deadline) -> None:
         """Leave; the rank that hosts the store leaves last. Safe to repeat."""
-        if self._turn >= 0 and self.size > 1:
-            try:
-                self.gather(b"", deadline, "every trainer rank to leave the link")
-            finally:
-                self._turn = -1
+        if not self._left and self.size > 1:
+            self._left = True
+            self.start()
+            self.gather(b"", deadline, "every trainer rank to leave the link")
         if self._listener is not None:
             self._listener.close()
 

@@ -174,9 +174,10 @@ class Link:
         """
         if self._closed:
             raise ConfigError("the link is closed")
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise ConfigError("a version is a non-negative integer", found=repr(version))
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 63:
+            raise ConfigError("a version is a non-negative integer of at most 63 bits", found=repr(version))
         deadline = Deadline.after(timeout if timeout is not None else self.settings.timeout)
+        self._group.start()
         if self._attachment is None:
             self._attach(deadline)
         attachment = self._attachment

@@ -78,6 +78,7 @@ class _Link:
     plan_digest: str
     channel: Channel
     receiver: Receiver
+    layout: Layout  # the one that the plan was proven against; another trainer may have asked for one since
 
 
 @dataclass
@@ -106,7 +107,7 @@ class EngineRank:
         self._place = adapter.place
         self._layout: Layout | None = None
         self._link: _Link | None = None
-        self._offer: tuple[m.Attach, Program] | None = None  # proven, groups not formed yet
+        self._offer: tuple[m.Attach, Program, Layout] | None = None  # proven, groups not formed yet
         self._update: _Update | None = None
         self._session = False  # destinations are in the load layout: begin() ran, finish() did not
         self._written = False  # a resident weight may differ from the committed version
@@ -243,14 +244,14 @@ class EngineRank:
             owns_weights=self._adapter.context().owns_weights,
             declared=request.engine_owned,
         )
-        self._offer = (request, program)
+        self._offer = (request, program, layout)
         return b""
 
     def _join(self, request: m.Join) -> bytes:
-        offered, layout = self._offer, self._layout
-        if offered is None or layout is None or (offered[0].link, offered[0].epoch) != (request.link, request.epoch):
+        offered = self._offer
+        if offered is None or (offered[0].link, offered[0].epoch) != (request.link, request.epoch):
             raise ConflictError(f"link {request.link} epoch {request.epoch} was not attached", rank=str(self._place))
-        offer, program = offered
+        offer, program, layout = offered
         self._close_link()
         deadline = Deadline.after(request.budget)
         channel = self._plugins.transport(offer.wire.transport).open(
@@ -265,12 +266,12 @@ class EngineRank:
         )
         try:
             handshake(channel, program, self._adapter.device, deadline)
+            receiver = Receiver(program, layout.fills, offer.wire, self._adapter.device)
         except BaseException:
             channel.abort()
             channel.close()
             raise
-        receiver = Receiver(program, layout.fills, offer.wire, self._adapter.device)
-        self._link = _Link(offer.link, offer.epoch, offer.plan_digest, channel, receiver)
+        self._link = _Link(offer.link, offer.epoch, offer.plan_digest, channel, receiver, layout)
         self._offer = None
         return b""
 
@@ -284,8 +285,7 @@ class EngineRank:
                 found=f"epoch {link.epoch}, plan {link.plan_digest[:12]}",
                 remedy="push again: the link re-forms its groups",
             )
-        if self._layout is not None:
-            self._adapter.tensors(self._layout.params)
+        self._adapter.tensors(link.layout.params)
         return b""
 
     def _begin(self, request: m.Begin) -> bytes:
@@ -301,8 +301,8 @@ class EngineRank:
 
     def _receive(self, request: m.Begin) -> bytes:
         """Transfer, copy, synchronize, then the control barrier; then the engine's post-load processing."""
-        link, update, layout = self._require_link(request.link), self._update, self._layout
-        if update is None or update.id != request.update or layout is None:
+        link, update = self._require_link(request.link), self._update
+        if update is None or update.id != request.update:
             raise ConflictError(f"update {request.update} was not begun", rank=str(self._place))
         deadline = Deadline.after(request.budget)
         started = time.monotonic()
@@ -311,7 +311,7 @@ class EngineRank:
             ready = time.monotonic()
             update.step = "receiving"
             self._written = True
-            moved = link.receiver.run(self._adapter.tensors(layout.params), link.channel, update.id, deadline)
+            moved = link.receiver.run(self._adapter.tensors(link.layout.params), link.channel, update.id, deadline)
             self._adapter.synchronize()
             link.channel.barrier(f"every rank to have applied update {update.id}", deadline)
             arrived = time.monotonic()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from weightlink.client import EngineClient, fan_out, raise_failures
-from weightlink.front import ABORT_SECONDS
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import ErrorInfo, UpdateFailed, WeightlinkError, describe
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
     from weightlink.group import TrainerGroup
     from weightlink.hooks.protocols import TrainingAdapter
     from weightlink.hooks.settings import LinkSettings
+
+
+#: Seconds for telling an engine that an update is over: the caller's own time may have run out by then.
+ABORT_SECONDS = 3.0
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -159,7 +162,7 @@ class Update:
                     ErrorInfo("UpdateFailed", f"the engine is {reply.state} and has not applied the update", rank=name)
                 ]
         whole = [c for c in self._begun if c.name not in self._failed]
-        enough = len(whole) >= self._least() or (not self.settings.strict and bool(whole))
+        enough = bool(whole) and len(whole) >= (self.settings.min_engines or 1)
         if self._failed and self.settings.strict:
             enough = False
         self._marks["transfer"] += time.monotonic() - started
@@ -169,7 +172,8 @@ class Update:
             replies, failures = fan_out(whole, lambda c: c.send(commit, self.deadline))
             self._last.update(replies)
             for name, info in failures.items():
-                self._failed.setdefault(name, []).append(info)
+                if not self._committed_all_the_same(name):
+                    self._failed.setdefault(name, []).append(info)
         self._marks["commit"] = time.monotonic() - started
         self._abort([c for c in self._begun if c.name in self._failed or not enough], "another part failed")
         committed = [c.name for c in whole if enough and c.name not in self._failed]
@@ -178,11 +182,20 @@ class Update:
         error = f"update {self.id} (version {self.version}) did not commit on every engine" if short else ""
         return msgspec.msgpack.encode(Outcome(report, error))
 
+    def _committed_all_the_same(self, name: str) -> bool:
+        """The answer to a commit may be lost, or late, although the commit was done. Asking again is safe."""
+        try:
+            again = m.Commit(ABORT_SECONDS, self.link, self.id)
+            self._last[name] = self._client(name).send(again, Deadline.after(ABORT_SECONDS), grace=0.0)
+        except WeightlinkError:
+            return False
+        return True
+
     def _await_applied(self, client: EngineClient) -> m.Reply:
         """Until every rank of the engine has applied, or one has failed. A failed sender ends the wait by an abort."""
         if client.name in self._failed:
             abort = m.Abort(ABORT_SECONDS, self.link, self.id, self._failed[client.name][0].message)
-            return client.send(abort, Deadline.after(ABORT_SECONDS))
+            return client.send(abort, Deadline.after(ABORT_SECONDS), grace=0.0)
         while True:
             left = self.deadline.check(f"{client.name} to apply update {self.id}")
             reply = client.send(m.Status(left, min(1.0, left)), self.deadline)
@@ -193,7 +206,9 @@ class Update:
         """Tell engines that the update is over; what they cannot hear they learn from their own deadline."""
         _, failures = fan_out(
             clients,
-            lambda c: c.send(m.Abort(ABORT_SECONDS, self.link, self.id, reason), Deadline.after(ABORT_SECONDS)),
+            lambda c: c.send(
+                m.Abort(ABORT_SECONDS, self.link, self.id, reason), Deadline.after(ABORT_SECONDS), grace=0.0
+            ),
         )
         for name, info in failures.items():
             self._failed.setdefault(name, []).append(info)

@@ -142,6 +142,10 @@ class ConflictError(WeightlinkError):
     """A request that the engine's present state does not allow (HTTP 409)."""
 
 
+class NotIdle(ConflictError):
+    """An engine rank that is not paused, or still runs a batch: it may be asked again."""
+
+
 class DeadlineExceeded(WeightlinkError):
     """The caller's deadline passed; names what was waited for."""
 
@@ -169,6 +173,7 @@ _KINDS: dict[str, type[WeightlinkError]] = {
         PlanMismatch,
         VersionError,
         ConflictError,
+        NotIdle,
         DeadlineExceeded,
         TransferError,
         UpdateFailed,
@@ -198,5 +203,16 @@ def describe(error: BaseException, *, rank: str = "") -> ErrorInfo:
     """Any exception as an :class:`ErrorInfo`; foreign exceptions keep their type name in the message."""
     if isinstance(error, WeightlinkError):
         info = error.info()
-        return msgspec.structs.replace(info, rank=info.rank or rank)
-    return ErrorInfo("WeightlinkError", f"{type(error).__name__}: {error}", rank=rank)
+    else:
+        info = ErrorInfo(WeightlinkError.__name__, f"{type(error).__name__}: {error}")
+    return _sendable(msgspec.structs.replace(info, rank=info.rank or rank))
+
+
+def _sendable(info: ErrorInfo) -> ErrorInfo:
+    """Whatever text an exception holds, it must survive its message."""
+
+    def clean(text: str) -> str:
+        return text.encode("utf-8", "backslashreplace").decode()
+
+    texts = {n: clean(getattr(info, n)) for n in ErrorInfo.__struct_fields__ if n != "causes"}
+    return ErrorInfo(**texts, causes=tuple(map(_sendable, info.causes)))

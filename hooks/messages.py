@@ -24,6 +24,7 @@ STATUS_BYTES = 4096
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
 Budget = Annotated[float, Meta(gt=0, le=86400)]
+Version = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 LayoutKind = Literal["megatron", "hf"]
 
 
@@ -146,7 +147,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     link: Id
     epoch: int
     update: Id
-    version: Annotated[int, Meta(ge=0)]
+    version: Version
     plan_digest: str
     kind: Literal["full"] = "full"
 
@@ -157,7 +158,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     budget: Budget
     link: Id
     update: Id
-    version: Annotated[int, Meta(ge=0)]
+    version: Version
     pause_mode: PauseMode | None = None
 
 
@@ -266,12 +267,18 @@ def encode(message: Request | Reply) -> bytes:
 
 def decode_request(data: bytes) -> Request:
     """A request; raises ``msgspec.MsgspecError`` on anything that is not one."""
-    return _requests.decode(data)
+    try:
+        return _requests.decode(data)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
 
 
 def decode_reply(data: bytes) -> Reply:
     """A reply; raises ``msgspec.MsgspecError`` on anything that is not one."""
-    return _replies.decode(data)
+    try:
+        return _replies.decode(data)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
 
 
 def pack_status(status: RankStatus) -> bytes:

@@ -64,7 +64,8 @@ class InferenceAdapter(Protocol):
         """The live tensors for ``params``, resolved now. Raises ``LayoutError`` if one is gone or changed shape."""
 
     def require_idle(self, mode: PauseMode) -> None:
-        """Raises ``ConflictError`` unless this rank is paused and runs no batch. Called in the main thread."""
+        """Raises ``NotIdle`` unless this rank is paused and runs no batch (it will be asked again), ``ConflictError``
+        when waiting cannot help. Called in the main thread."""
 
     def begin(self) -> None:
         """Put the destinations into the load layout, so that they can be written in place."""

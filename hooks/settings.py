@@ -13,8 +13,6 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 T = TypeVar("T")
 
-Positive = Annotated[float, Meta(gt=0)]
-
 
 class WireSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What both ends of a link must agree on; owned by the trainer, part of the attach message.
@@ -46,7 +44,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
         has loaded itself; without it such a parameter is taken for one that the trainer forgot
     """
 
-    timeout: Positive = 600.0
+    timeout: Annotated[float, Meta(gt=0, le=86400)] = 600.0
     token: str | None = None
     host: str | None = None
     pause_mode: PauseMode | None = None

@@ -22,6 +22,7 @@ from weightlink.hooks.errors import (
     ConflictError,
     CoverageError,
     LayoutError,
+    NotIdle,
     PlanMismatch,
     UpdateFailed,
     VersionError,
@@ -73,7 +74,7 @@ class TorchEngine:
 
     def require_idle(self, mode: PauseMode) -> None:
         if not self.idle:
-            raise ConflictError("a batch is running", rank=str(self.place))
+            raise NotIdle("a batch is running", rank=str(self.place))
 
     def begin(self) -> None:
         self._note("begin")

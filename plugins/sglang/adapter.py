@@ -13,7 +13,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import _un
 from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.common import DynamicGradMode
 from weightlink.converters import replay
-from weightlink.hooks.errors import ConflictError, LayoutError
+from weightlink.hooks.errors import ConflictError, LayoutError, NotIdle
 from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
 from weightlink.hooks.messages import PROTOCOL, EngineContext, LayoutKind, RankPlace
 from weightlink.hooks.settings import PauseMode
@@ -161,14 +161,15 @@ class SGLangAdapter:
         updater = scheduler.weight_updater
         paused = mode == "abort" or scheduler._engine_paused  # an abort pause holds requests back before they get here
         idle = mode == "in_place" or scheduler.is_fully_idle(ignore_waiting=mode == "retract")
+        for fine, what in ((paused, "this rank is not paused"), (idle, "this rank still runs a batch")):
+            if not fine:
+                raise NotIdle(what, rank=str(self._place), expected=f"an engine paused by {mode}")
         for fine, what, remedy in (
-            (paused, "this rank is not paused", ""),
-            (idle, "this rank still runs a batch", ""),
             (updater._session is None, "an update session of SGLang's own is open", "call /end_weight_update"),
             ("weights" not in updater.offload_tags, "the weights are released", "call /resume_memory_occupation"),
         ):
             if not fine:
-                raise ConflictError(what, rank=str(self._place), expected=f"an engine paused by {mode}", remedy=remedy)
+                raise ConflictError(what, rank=str(self._place), remedy=remedy)
 
     def begin(self) -> None:
         """Put the destinations into the load layout. The runner's own call: the manager's would add a barrier that
