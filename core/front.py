@@ -130,6 +130,12 @@ class EngineFront:
         """Weights changed by another path: what was known about them no longer holds."""
         self.epoch += 1
 
+    def note_checkpoint_loaded(self) -> None:
+        """The engine has loaded a whole checkpoint by its own means: there is something to serve."""
+        self.owns_weights = True
+        if self.state is m.EngineState.PENDING:
+            self.state = m.EngineState.READY
+
     def note_weights_lost(self, what: str) -> None:
         """The weights' memory was given up without a backup: nothing is served before a full update, and what the
         engine had loaded for itself is gone for good."""
@@ -334,8 +340,9 @@ class EngineFront:
         return self._reply()
 
     async def _abort(self, request: m.Abort, deadline: Deadline) -> m.Reply:
-        if self.update != request.update or self.state is not m.EngineState.UPDATING:
+        if self.update != request.update or self.state not in (m.EngineState.UPDATING, m.EngineState.DIRTY):
             return self._reply()
+        # Also when the engine is dirty already: a rank may still be receiving.
         replies = await self._command(request, deadline, "every rank to give the update up")
         if self._watch is not None:
             await self._watch

@@ -81,7 +81,15 @@ class Server:
         self.post("/weights_checker", {"action": "reset_tensors"})
 
     def checksums(self, seconds: float = 60) -> list[dict[str, str]]:
-        """SGLang's own checksum of every tensor, by world rank.
+        """SGLang's own checksum of every tensor, by world rank."""
+        return [rank["checksums"] for rank in self._dumped(seconds)]
+
+    def pointers(self, seconds: float = 60) -> list[dict[str, int]]:
+        """The address of every parameter and buffer, by world rank."""
+        return [rank["pointers"] for rank in self._dumped(seconds)]
+
+    def _dumped(self, seconds: float) -> list[dict[str, Any]]:
+        """What SGLang's checksum route makes every rank leave behind.
 
         Its route answers for pipeline stage 0 only, so the test platform leaves every rank's in a file.
         """

@@ -19,7 +19,7 @@ from servers import Server, launch, serve
 from weightlink.client import HttpClient
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
-from weightlink.hooks.errors import AuthError, ConfigError
+from weightlink.hooks.errors import AuthError, ConfigError, EngineUnavailable
 from weightlink.hooks.settings import EngineSettings
 from weightlink.plugins.sglang import flags
 
@@ -301,6 +301,9 @@ def test_without_the_flag_there_are_no_routes(checkpoint: Path, tmp_path: Path) 
         assert control(plain, m.Describe(10)).status_code == 404
         assert plain.http.get("/weightlink/v1/status").status_code == 404
         assert len(plain.generate(PROMPT, 4)) == 4
+        with pytest.raises(EngineUnavailable, match="runs without weightlink") as caught:
+            connect(plain, checkpoint)
+        assert "--weightlink" in str(caught.value)
 
 
 _ENGINE = """

@@ -121,6 +121,8 @@ def control_hook(name: str, writes: Callable[[Any], bool]) -> Callable[..., Awai
 
     async def hook(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any, **named: Any) -> Any:
         result = await guarded(name, writes(obj), manager, lambda: original(manager, obj, *rest, **named))
+        if name == "update_weights_from_disk" and result[0]:
+            manager.weightlink.front.note_checkpoint_loaded()
         if name == "release_memory_occupation" and _weights(obj) and not manager.server_args.enable_weights_cpu_backup:
             manager.weightlink.front.note_weights_lost(name)
         return result

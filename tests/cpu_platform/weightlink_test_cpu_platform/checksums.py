@@ -1,4 +1,5 @@
-"""Leaves every rank's weight checksums in ``$WEIGHTLINK_TEST_CHECKSUMS/RANK.json``: SGLang answers for stage 0 only."""
+"""Leaves every rank's weight checksums, and the addresses of its weights, in ``$WEIGHTLINK_TEST_CHECKSUMS/RANK.json``:
+SGLang answers for pipeline stage 0 only."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def register() -> None:
         HookRegistry.register(target, write, HookType.AFTER)
 
 
-def write(payload: dict[str, Any] | None, _runner: object, *_args: object, **_kwargs: object) -> None:
+def write(payload: dict[str, Any] | None, runner: Any, *_args: object, **_kwargs: object) -> None:
     """After ``ModelRunner.check_weights``: the file appears whole or not at all."""
     if payload is None:
         return
@@ -27,6 +28,8 @@ def write(payload: dict[str, Any] | None, _runner: object, *_args: object, **_kw
 
     parallel = get_parallel()
     file = Path(os.environ[FOLDER]) / f"{parallel.pp_rank * parallel.tp_size + parallel.tp_rank}.json"
+    model = runner.model
+    pointers = {name: t.data_ptr() for name, t in [*model.named_parameters(), *model.named_buffers()]}
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(payload["checksums"]))
+    part.write_text(json.dumps({"checksums": payload["checksums"], "pointers": pointers}))
     part.rename(file)
