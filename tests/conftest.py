@@ -4,9 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
 os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture
+def rigs() -> Iterator[Callable[..., Any]]:
+    """Makes a rig of test_core.py from random layouts: ``rigs(seed, trainers, engines, ...)`` -> rig, tensors."""
+    from test_core import make
+
+    made: list[Any] = []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        rig, tensors = make(*args, **kwargs)
+        made.append(rig)
+        return rig, tensors
+
+    yield build
+    for rig in made:
+        rig.close()

@@ -303,20 +303,6 @@ def make(seed: int, trainers: int = 2, engines: tuple[int, ...] = (2,), dtype: s
     return rig, tensors
 
 
-@pytest.fixture
-def rigs():
-    made: list[Rig] = []
-
-    def build(*args, **kwargs):
-        rig, tensors = make(*args, **kwargs)
-        made.append(rig)
-        return rig, tensors
-
-    yield build
-    for rig in made:
-        rig.close()
-
-
 def load(rig: Rig, tensors, factor: float = 1.0):
     values = {name: value * factor for name, value in canonical(tensors).items()}
     for trainer in rig.trainers:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from test_core import LONG, Rig, load, make
+from test_core import LONG, Rig, load
 from torch.distributed import PrefixStore
 from weightlink.converters.coverage import Violations, prove_destination
 from weightlink.group import TrainerGroup
@@ -24,20 +24,6 @@ from weightlink.hooks.geometry import Layout, ParamSpec, RegionBuilder, TensorSp
 from weightlink.link import Link
 from weightlink.rendezvous import connect
 from weightlink.update import Update
-
-
-@pytest.fixture
-def rigs():
-    made: list[Rig] = []
-
-    def build(*args, **kwargs):
-        rig, tensors = make(*args, **kwargs)
-        made.append(rig)
-        return rig, tensors
-
-    yield build
-    for rig in made:
-        rig.close()
 
 
 def links(rig: Rig) -> list[Link]:

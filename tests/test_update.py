@@ -123,7 +123,7 @@ def test_other_weights_change_the_answer_and_come_back(engines, megatron):
     megatron.run("push_cases:push", 1, **run, versions=[first], factors=[1.5])
     assert target.server.checksums() != target.native
     warm, pointers = resident(), target.server.pointers()
-    assert len(pointers[1]) > 20
+    assert len(pointers[1]) >= 18
     factors = [2.0, 0.5] * 25
     versions = [first + 1 + n for n in range(len(factors))]
     megatron.run("push_cases:push", 1, **run, versions=versions, factors=factors)
