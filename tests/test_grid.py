@@ -106,6 +106,7 @@ CELLS = [
     ("qwen3_deep", 2, {"pp": 2, "vpp": 2}, {"pp": 2}),
     ("qwen3_deep", 1, {}, {"pp": 2}),
     ("llama_tied", 2, {"pp": 2}, {"tp": 2}),
+    ("llama_tied", 2, {"tp": 2}, {"pp": 2}),
     ("qwen2", 2, {"tp": 2}, {"tp": 2}),
     ("qwen2", 2, {"pp": 2}, {}),
     ("qwen3_moe", 2, {"ep": 2}, {"tp": 2}),
@@ -138,7 +139,7 @@ def test_what_travels_equals_sglangs_own_load(megatron, folder, tmp_path, family
         for tensor in memory:
             tensor.view(-1).view(torch.uint8).fill_(POISON)
         targets.append(memory)
-        assert len(wanted[rank]) >= 9
+        assert len(wanted[rank]) >= 6
     carry(plan, sources, targets, layouts)
     for rank, layout in enumerate(layouts):
         for number, tensor in wanted[rank].items():
