@@ -49,7 +49,7 @@ class Megatron:
             raise RuntimeError(f"the Megatron worker ended with status {self._process.wait(10)}")
         return json.loads(line)
 
-    def run(self, case: str, world: int, *, timeout: float = 120.0, **params: Any) -> list[Any]:
+    def run(self, case: str, world: int, *, timeout: float = 400.0, **params: Any) -> list[Any]:
         """What ``case`` returned on each of ``world`` ranks (plain JSON data).
 
         :param case: a function of megatron_worker.py, or ``module:function`` of another test module

@@ -41,9 +41,9 @@ def push(
 ) -> list[dict[str, Any]]:
     """Load the checkpoint, connect, push each version (its weights scaled by its factor), close. The reports."""
     chunks = _model(path, **parallel)
-    load_hf(chunks, path, timeout=60)
+    load_hf(chunks, path, timeout=180)
     reports = []
-    with weightlink.connect(chunks, urls, **{"timeout": 60.0, **(settings or {})}) as link:
+    with weightlink.connect(chunks, urls, **{"timeout": 180.0, **(settings or {})}) as link:
         for version, factor in zip(versions, factors or [1.0] * len(versions), strict=True):
             _scale(chunks, factor)
             report = link.push(version)
@@ -58,7 +58,7 @@ def after_step(path: str, url: str, version: int) -> dict[str, Any]:
     ``stale``: this rank's resident weights differed from what was pushed. ``pushed`` and ``masters``: what SGLang's own
     checksum says after each push (rank 0)."""
     chunks = _model(path)
-    load_hf(chunks, path, timeout=60)
+    load_hf(chunks, path, timeout=180)
     ddp, optimizer = megatron_cpu.wrap_for_training(chunks, lr=1e-2, overlap=True, bucket_size=10000)
     torch.manual_seed(dist.get_rank())
 
@@ -68,7 +68,7 @@ def after_step(path: str, url: str, version: int) -> dict[str, Any]:
 
     step()
     result: dict[str, Any] = {}
-    with weightlink.connect(ddp, [url], timeout=60.0) as link:
+    with weightlink.connect(ddp, [url], timeout=180.0) as link:
         step()  # connecting has brought the weights up to date, so train once more behind its back
         before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
         link.push(version)
@@ -89,7 +89,7 @@ def after_step(path: str, url: str, version: int) -> dict[str, Any]:
     with torch.no_grad():
         for plain, master in zip(untrained[0].parameters(), masters, strict=True):
             plain.copy_(master)
-    with weightlink.connect(untrained, [url], timeout=60.0) as link:
+    with weightlink.connect(untrained, [url], timeout=180.0) as link:
         link.push(version + 1)
         result["masters"] = _checksum(url)
     return result
@@ -117,7 +117,7 @@ def refused(
     chunks = _model(path, config=config, **parallel)
     if trouble:
         _TROUBLES[trouble](chunks)
-    options = {"timeout": 40.0, **(settings or {})}
+    options = {"timeout": 150.0, **(settings or {})}
     started = time.monotonic()
     try:
         with weightlink.connect(chunks, urls, **options) as link:
@@ -216,7 +216,7 @@ def meddle(path: str, urls: list[str], version: int, calls: list[str], **paralle
     from weightlink.wire import Sender
 
     chunks = _model(path, **parallel)
-    load_hf(chunks, path, timeout=60)
+    load_hf(chunks, path, timeout=180)
     statuses: list[list[int]] = []
     run = Sender.run
 
@@ -227,7 +227,7 @@ def meddle(path: str, urls: list[str], version: int, calls: list[str], **paralle
         return run(self, *args)
 
     Sender.run = run_and_call  # type: ignore[method-assign]
-    with weightlink.connect(chunks, urls, timeout=60.0) as link:
+    with weightlink.connect(chunks, urls, timeout=180.0) as link:
         link.push(version)
     return statuses
 
@@ -237,7 +237,7 @@ def broken_push(path: str, urls: list[str], version: int, **parallel: Any) -> di
     from weightlink.wire import Sender
 
     chunks = _model(path, **parallel)
-    load_hf(chunks, path, timeout=60)
+    load_hf(chunks, path, timeout=180)
     run = Sender.run
 
     def fail(self: Any, *args: Any) -> Any:
@@ -246,7 +246,7 @@ def broken_push(path: str, urls: list[str], version: int, **parallel: Any) -> di
         return run(self, *args)
 
     with (
-        weightlink.connect(chunks, urls, timeout=60.0) as link,
+        weightlink.connect(chunks, urls, timeout=180.0) as link,
         httpx.Client(base_url=urls[0], trust_env=False) as http,
     ):
         Sender.run = fail  # type: ignore[method-assign]

@@ -15,9 +15,9 @@ from megatron_cpu import Megatron
 from servers import serve
 from test_update import Engine
 
-SECONDS = 240
+SECONDS = 600
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
