@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import json
@@ -321,6 +322,16 @@ def rank_main(request: dict[str, Any], rank: int) -> None:
     os.rename(folder / f"{rank}.partial", folder / f"{rank}.json")
 
 
+def end_children(pid: int) -> None:
+    """Megatron's saves leave helper processes behind, which would outlive a rank that ends without cleaning up."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
 def run_case(request: dict[str, Any]) -> list[Any]:
     """Forks the ranks and waits for them; ranks that outlive the time limit, or a failed peer, are killed."""
     pids = {}
@@ -330,6 +341,7 @@ def run_case(request: dict[str, Any]) -> list[Any]:
             try:
                 rank_main(request, rank)
             finally:
+                end_children(os.getpid())
                 os._exit(0)
         pids[pid] = rank
     limit = time.monotonic() + request["timeout"]
@@ -342,6 +354,7 @@ def run_case(request: dict[str, Any]) -> list[Any]:
                 limit = min(limit, time.monotonic() + 5.0)
         elif time.monotonic() > limit:
             for left in pids:
+                end_children(left)
                 os.kill(left, signal.SIGKILL)
             limit = float("inf")
         else:
