@@ -45,8 +45,8 @@ def run() -> Run:
     return partial(run_members, P2P())
 
 
-def listening() -> set[str]:
-    """Local addresses that this process listens on, from the kernel's tables."""
+def listening() -> set[tuple[str, int]]:
+    """Local addresses and ports that this process listens on, from the kernel's tables."""
     inodes = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own
@@ -59,29 +59,30 @@ def listening() -> set[str]:
             for row in list(file)[1:]:
                 fields = row.split()
                 if fields[3] == "0A" and fields[9] in inodes:
-                    address = fields[1].split(":")[0]
+                    address, port = fields[1].split(":")
                     raw = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
-                    found.add(socket.inet_ntop(socket.AF_INET if table == "tcp" else socket.AF_INET6, raw))
+                    text = socket.inet_ntop(socket.AF_INET if table == "tcp" else socket.AF_INET6, raw)
+                    found.add((text, int(port, 16)))
     return found
 
 
 class TestRendezvous:
     def test_nothing_listens_on_any_other_address(self, run: Run) -> None:
         def body(member: Member) -> set[str]:
-            assert listening() == set()
+            before = listening()  # sockets of earlier tests that this forked process has inherited
             rendezvous = Rendezvous.listen("localhost", Deadline.after(LONG))
             store = connect(rendezvous.host, rendezvous.port, Deadline.after(LONG))
             store.set("key", "value")
             assert rendezvous.store.get("key") == b"value"
             channel = member.open()
-            addresses = listening()
+            addresses = {address for address, _ in listening() - before}
             with pytest.raises(ConnectionRefusedError):  # loopback too, but not ours: a wildcard would answer
                 socket.create_connection(("127.0.0.2", rendezvous.port), timeout=5)
             channel.close()
             del channel, store
             rendezvous.close()
             rendezvous.close()
-            assert listening() == set()
+            assert listening() == before
             return addresses
 
         for addresses in succeeded(run(2, body)):
