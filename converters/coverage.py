@@ -49,12 +49,6 @@ class Violations:
         )
 
 
-def region_boxes(layout_regions: Layout, tensor_ids: Int64) -> Boxes:
-    """A layout's regions as boxes grouped by ``tensor_ids`` (the layout's own tensor numbers mapped to common ones)."""
-    r = layout_regions.regions
-    return Boxes(tensor_ids[r.tensor], r.lo, r.size, r.step)
-
-
 def prove_sources(manifest: Sequence[TensorSpec], boxes: Boxes, ranks: Sequence[str], found: Violations) -> None:
     """Unique source boxes must tile every canonical tensor: nothing missing, nothing held twice but differently.
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from weightlink.converters.coverage import Violations, may_own, prove_destination
-from weightlink.hooks.errors import CoverageError, LayoutError, PlanMismatch
+from weightlink.hooks.errors import LayoutError, PlanMismatch
 from weightlink.hooks.geometry import DIMS, ITEMSIZE, Int32, Int64, Layout, TensorSpec
 
 #: Bytes of a bucket's header, in front of a packed payload or as a message of its own before a direct one.
@@ -302,5 +302,3 @@ def verify_receive(
 COVERAGE_REMEDY = (
     "check that the trainer's model and the engine's checkpoint are the same model, and that no name rule is missing"
 )
-
-__all__ = ["Buckets", "Copies", "CoverageError", "Program", "manifest_digest", "verify_local", "verify_receive"]

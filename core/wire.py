@@ -100,11 +100,6 @@ class _Side:
         bounds = np.searchsorted(program.copies.bucket[order], np.arange(len(program.buckets) + 1))
         self._rows = [order[bounds[n] : bounds[n + 1]] for n in range(len(program.buckets))]
 
-    @property
-    def staging_bytes(self) -> int:
-        """Extra memory of this side."""
-        return int(self._staging.numel())
-
     def slot(self, turn: int, place: int) -> torch.Tensor:
         """Staging memory for the ``place``-th bucket of round ``turn``."""
         return self._staging[(turn % _IN_FLIGHT) * self._most + place]
