@@ -8,11 +8,15 @@ PY := $(VENV)/bin/python
 FOLDERS := hooks converters core plugins
 PROJECTS := pyproject.toml tests/cpu_platform/pyproject.toml
 
-.PHONY: test demo lint clean always
+.PHONY: test test-grid demo lint clean always
 .DELETE_ON_ERROR:
 
 test: $(VENV)/installed-dev
 	$(PY) -m pytest $(ARGS)
+
+# The whole grid of families, trainer layouts and engine layouts, of which `make test` runs a spread.
+test-grid: $(VENV)/installed-dev
+	$(PY) -m pytest -m "grid or not grid" tests/test_grid.py tests/test_properties.py $(ARGS)
 
 demo: $(VENV)/installed-demo
 	$(VENV)/bin/weightlink demo $(ARGS)

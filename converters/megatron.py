@@ -7,11 +7,14 @@ tensors the box's rows belong to. Nothing here imports Megatron: entries and con
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Protocol, TypeGuard
 
 import torch
 from weightlink.converters.families.base import Family, Match
-from weightlink.hooks.errors import LayoutError, NameMapError
+from weightlink.converters.pieces import pieces
+from weightlink.hooks.errors import LayoutError
 from weightlink.hooks.geometry import CASTABLE, Layout, ParamSpec, RegionBuilder, TensorSpec
 
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": True}
@@ -48,31 +51,67 @@ def shards_of(state: object) -> Iterator[Shard]:
 
 
 def sizes_of(config: object, hf_config: Mapping[str, object]) -> dict[str, int]:
-    """The sizes that rules name, from a ``TransformerConfig`` and the true vocabulary size.
+    """The sizes that rules name, from a ``TransformerConfig`` and the true vocabulary size."""
 
-    Raises :class:`LayoutError` for what would need more than moving rows: the values of such a model differ from the
-    Hugging Face checkpoint's, and a plain copy would be silently wrong.
-    """
-    for option in ("layernorm_zero_centered_gamma", "rotary_interleaved", "attention_output_gate"):
-        if getattr(config, option, False):
-            raise LayoutError(
-                f"a Megatron model with {option} is not supported",
-                expected=f"{option}=False",
-                found=f"{option}=True",
-            )
-    heads: int | None = getattr(config, "num_attention_heads", None)
-    groups: int | None = getattr(config, "num_query_groups", None) or heads
-    channels: int | None = getattr(config, "kv_channels", None)
-    found: dict[str, object] = {
+    def of(name: str) -> int | None:
+        value = getattr(config, name, None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    heads, channels = of("num_attention_heads"), of("kv_channels")
+    groups = of("num_query_groups") or heads
+    vocab = hf_config.get("vocab_size")
+    found = {
+        "vocab": vocab if isinstance(vocab, int) else None,
+        "heads": heads,
         "groups": groups,
+        "head": channels,
         "k": channels,
         "v": channels,
-        "ffn": getattr(config, "ffn_hidden_size", None),
-        "vocab": hf_config.get("vocab_size"),
+        "ffn": of("ffn_hidden_size"),
+        "moe_ffn": of("moe_ffn_hidden_size"),
+        "shared_ffn": of("moe_shared_expert_intermediate_size"),
+        "experts": of("num_moe_experts"),
     }
     if heads and groups and channels:
-        found["q"] = heads // groups * channels
-    return {symbol: value for symbol, value in found.items() if isinstance(value, int)}
+        found |= {"qpg": heads // groups, "q": heads // groups * channels}
+    return {symbol: value for symbol, value in found.items() if value is not None}
+
+
+def require_same_rotation(config: object, family: Family, rank: str) -> None:
+    """Raises :class:`LayoutError` when the model rotates queries and keys in pairs that the family does not have: the
+    checkpoint's rows would mean something else."""
+    found = bool(getattr(config, "rotary_interleaved", False))
+    if found != family.rotary_interleaved:
+        raise LayoutError(
+            f"family {family.name!r} pairs the rows of rotary embeddings in another way",
+            rank=rank,
+            expected=f"rotary_interleaved={family.rotary_interleaved}",
+            found=f"rotary_interleaved={found}",
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter of a layout comes from.
+
+    :param live: Megatron's own tensor
+    :param sent: what regions point into: ``live`` itself, or for a zero-centred norm a float32 tensor that holds one
+        more than ``live`` after :meth:`refresh`
+    """
+
+    live: torch.Tensor
+    sent: torch.Tensor
+
+    def refresh(self) -> torch.Tensor:
+        """``sent``, brought up to date."""
+        if self.sent is not self.live:
+            torch.add(self.live.float(), 1.0, out=self.sent)
+        return self.sent
+
+    def store(self) -> None:
+        """Takes ``sent``, into which a checkpoint was loaded, back into ``live``."""
+        if self.sent is not self.live:
+            self.live.copy_(self.sent - 1.0)
 
 
 def read_layout(
@@ -83,11 +122,15 @@ def read_layout(
     dtype: str,
     dtypes: Mapping[str, str],
     rank: str,
-) -> tuple[Layout, list[torch.Tensor]]:
-    """One rank's layout in canonical form, and the live tensor of every entry of its ``params``.
+    zero_centred: bool = False,
+    exclude: Sequence[str] = (),
+) -> tuple[Layout, list[Source]]:
+    """One rank's layout in canonical form, and the source of every entry of its ``params``.
 
     :param sizes: see :func:`sizes_of`
     :param dtype: dtype of canonical tensors, ``dtypes`` that of the exceptions by name
+    :param zero_centred: norms hold their scale less one
+    :param exclude: Megatron keys, or patterns with ``*``, that are not sent
     :raises NameMapError: naming every key without a rule
     :raises LayoutError: for an entry that cannot be read in place (quantised, released, a copy with stacked axes) or
         whose rows do not match its rule
@@ -95,6 +138,8 @@ def read_layout(
     known: list[tuple[Shard, Match]] = []
     missing: set[str] = set()
     for shard in shards:
+        if any(fnmatchcase(shard.key, pattern) for pattern in exclude):
+            continue
         match = family.match(shard.key)
         if match is None:
             missing.add(shard.key)
@@ -105,46 +150,56 @@ def read_layout(
     tensors: dict[str, TensorSpec] = {}
     index: dict[str, int] = {}
     params: list[ParamSpec] = []
-    live: list[torch.Tensor] = []
+    sources: list[Source] = []
     storages: dict[int, int] = {}
     regions = RegionBuilder()
     for shard, match in known:
-        data = _readable(shard, rank)
-        place = data.untyped_storage().data_ptr()
+        live = _readable(shard, rank)
+        sent = (
+            torch.empty(live.shape, dtype=torch.float32, device=live.device)
+            if (zero_centred and match.rule.norm)
+            else live
+        )
         params.append(
             ParamSpec(
                 shard.key,
-                tuple(data.shape),
-                str(data.dtype).removeprefix("torch."),
-                storages.setdefault(place, len(storages)),
-                data.storage_offset(),
-                tuple(data.stride()),
+                tuple(sent.shape),
+                str(sent.dtype).removeprefix("torch."),
+                storages.setdefault(sent.untyped_storage().data_ptr(), len(storages)),
+                sent.storage_offset(),
+                tuple(sent.stride()),
             )
         )
-        live.append(data)
-        for name, shape, lo, size, first in _pieces(shard, match, sizes, rank):
-            spec = TensorSpec(name, shape, dtypes.get(name, dtype))
-            if tensors.setdefault(name, spec) != spec:
+        sources.append(Source(live, sent))
+        for piece in pieces(shard, match, sizes, rank):
+            spec = TensorSpec(piece.name, piece.shape, dtypes.get(piece.name, dtype))
+            if tensors.setdefault(spec.name, spec) != spec:
                 raise LayoutError(
                     "two Megatron parameters disagree on a tensor's shape",
-                    tensor=name,
+                    tensor=spec.name,
                     rank=rank,
-                    expected=tensors[name].shape,
-                    found=f"{shape} from {shard.key}",
+                    expected=tensors[spec.name].shape,
+                    found=f"{spec.shape} from {shard.key}",
                 )
-            if 0 not in size:
-                regions.add(
-                    index.setdefault(name, len(index)),
-                    len(params) - 1,
-                    lo=lo,
-                    size=size,
-                    offset=first * data.stride(0) if first else 0,
-                    stride=data.stride(),
-                )
+            if 0 in piece.size:
+                continue
+            stride = list(sent.stride())
+            offset = piece.first * stride[0] if piece.first else 0
+            if match.rule.transpose:
+                stride.reverse()
+            regions.add(
+                index.setdefault(spec.name, len(index)),
+                len(params) - 1,
+                lo=piece.lo,
+                size=piece.size,
+                step=piece.step,
+                offset=offset,
+                stride=[0, *stride] if match.rule.stack else stride,
+            )
     held = tuple(tensors[name] for name in index)
     layout = Layout(rank, held, tuple(params), regions.build())
     layout.validate()
-    return layout, live
+    return layout, sources
 
 
 def _readable(shard: Shard, rank: str) -> torch.Tensor:
@@ -192,57 +247,3 @@ def _readable(shard: Shard, rank: str) -> torch.Tensor:
             remedy="the module's sharded_state_dict ignores " + ", ".join(METADATA),
         )
     return data.detach()
-
-
-def _pieces(
-    shard: Shard, match: Match, sizes: Mapping[str, int], rank: str
-) -> Iterator[tuple[str, tuple[int, ...], list[int], list[int], int]]:
-    """``(HF name, canonical shape, lo, size, first local row)`` of every canonical box of a shard.
-
-    A name whose rows lie wholly on other ranks is left out.
-    """
-    if not match.sections:
-        yield match.name, tuple(shard.global_shape), list(shard.global_offset), list(shard.local_shape), 0
-        return
-    groups, rows = _rows(shard, match, sizes, rank)
-    per_group = sum(rows)
-    start, end = shard.global_offset[0], shard.global_offset[0] + shard.local_shape[0]
-    others = tuple(shard.global_shape[1:])
-    # Only the groups that the local rows touch: one at least is cut when there are fewer groups than ranks.
-    for group in range(start // per_group, min(groups, -(-end // per_group))):
-        first = group * per_group
-        for (name, _), count in zip(match.sections, rows, strict=True):
-            low, high = max(start, first), min(end, first + count)
-            if low < high:
-                lo = [group * count + low - first, *shard.global_offset[1:]]
-                yield name, (groups * count, *others), lo, [high - low, *shard.local_shape[1:]], low - start
-            first += count
-
-
-def _rows(shard: Shard, match: Match, sizes: Mapping[str, int], rank: str) -> tuple[int, Sequence[int]]:
-    """``(groups, rows of each section)``; raises unless they add up to the global rows, padding excepted."""
-    symbols = [rows for _, rows in match.sections] + ([match.groups] if match.groups else [])
-    absent = [symbol for symbol in symbols if symbol not in sizes]
-    if absent:
-        raise NameMapError(
-            f"a rule names sizes that the model's configuration does not have: {', '.join(absent)}",
-            tensor=shard.key,
-            rank=rank,
-            expected=", ".join(sorted(sizes)),
-        )
-    groups = sizes[match.groups] if match.groups else 1
-    rows = [sizes[symbol] for _, symbol in match.sections]
-    total, found = groups * sum(rows), shard.global_shape[0]
-    # Only entries that Megatron itself marks as padded (the vocabulary) may have rows beyond the true ones.
-    if total > found or (total < found and not shard.allow_shape_mismatch):
-        raise LayoutError(
-            "a parameter's rows do not match its rule",
-            tensor=shard.key,
-            rank=rank,
-            expected=f"{total} rows ("
-            + " + ".join(f"{name}: {n}" for (name, _), n in zip(match.sections, rows, strict=True))
-            + ")",
-            found=f"{found} rows",
-            remedy="compare the trainer's configuration with the checkpoint's config.json",
-        )
-    return groups, rows

@@ -90,7 +90,7 @@ def attach(
     )
     contexts = _contexts_decoder.decode(data)
     layout = group.together(
-        lambda: adapter.layout(contexts[0], settings.family), deadline, "every trainer rank's layout"
+        lambda: adapter.layout(contexts[0], settings.family, settings.exclude), deadline, "every trainer rank's layout"
     )
     packed = group.gather(layout.pack(), deadline, "every trainer rank's layout")
     made: list[Plan] = []

@@ -31,8 +31,9 @@ class TrainingAdapter(Protocol):
         """Bring the resident parameters up to date (pending all-gathers, resharding). Called on every rank before
         every push and before a layout is read; may be collective over the trainer."""
 
-    def layout(self, context: EngineContext, family: str | None) -> Layout:
-        """This rank's regions in canonical form. Raises ``NameMapError`` for a parameter without a rule."""
+    def layout(self, context: EngineContext, family: str | None, exclude: Sequence[str] = ()) -> Layout:
+        """This rank's regions in canonical form, without the parameters whose own names match ``exclude`` (names, or
+        patterns with ``*``). Raises ``NameMapError`` for a parameter without a rule."""
 
     def tensors(self) -> Sequence[torch.Tensor]:
         """The live local tensor of every entry of the last layout's ``params``, in that order, resolved now (a

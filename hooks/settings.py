@@ -39,6 +39,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     :param strict: one failed engine keeps every engine from committing
     :param min_engines: engines that must commit for a push to count as successful; None means all of them
     :param family: model family by name, if the engine's architecture should not decide
+    :param exclude: the trainer's own names, or patterns with ``*``, of parameters that are not sent (frozen ones)
     :param ignore: canonical names, or patterns with ``*``, that no engine rank needs to consume
     :param engine_owned: an engine's own names, or patterns, for parameters that its loader never touches and that it
         has loaded itself; without it such a parameter is taken for one that the trainer forgot
@@ -51,6 +52,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool = False
     min_engines: Annotated[int, Meta(ge=1)] | None = None
     family: str | None = None
+    exclude: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     engine_owned: tuple[str, ...] = ()
     wire: WireSettings = WireSettings()

@@ -28,7 +28,7 @@ class PlainTrainer:
     def make_readable(self, deadline: Deadline) -> None:
         """Nothing is pending."""
 
-    def layout(self, context: m.EngineContext, family: str | None) -> Layout:
+    def layout(self, context: m.EngineContext, family: str | None, exclude: Sequence[str] = ()) -> Layout:
         tensors, params, regions = [], [], RegionBuilder()
         for n, (name, tensor) in enumerate(self.weights.items()):
             shape, stride = tuple(tensor.shape), tensor.stride()

@@ -187,7 +187,7 @@ class TorchTrainer:
     def make_readable(self, deadline: Deadline) -> None:
         self.log.append("readable")
 
-    def layout(self, context: m.EngineContext, family: str | None) -> Layout:
+    def layout(self, context: m.EngineContext, family: str | None, exclude: Sequence[str] = ()) -> Layout:
         self.log.append(f"layout for {context.architecture}")
         if self.fail is not None:
             raise self.fail

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weightlink.converters.families import BUILTIN, weightlink_families
-from weightlink.converters.families.base import Family, Rule, choose_family, in_layer
-from weightlink.converters.megatron import read_layout, shards_of, sizes_of
+from weightlink.converters.families.base import Family, Part, Rule, choose_family
+from weightlink.converters.families.common import in_layer
+from weightlink.converters.megatron import read_layout, require_same_rotation, shards_of, sizes_of
 from weightlink.hooks import hookimpl
 from weightlink.hooks.errors import LayoutError, NameMapError, PluginError
 from weightlink.hooks.manager import PluginManager
@@ -40,8 +41,10 @@ def cut(key: str, whole: torch.Tensor, start: int, end: int, **options: bool) ->
     return Entry(key, whole[start:end], tuple(whole.shape), (start, *[0] * (whole.dim() - 1)), **options)
 
 
-def read(entries, family="qwen2", **sizes):
-    return read_layout(entries, FAMILIES[family], sizes, dtype="float32", dtypes={}, rank="trainer 0")
+def read(entries, family="qwen2", exclude=(), **sizes):
+    family = family if isinstance(family, Family) else FAMILIES[family]
+    layout, sources = read_layout(entries, family, sizes, dtype="float32", dtypes={}, rank="trainer 0", exclude=exclude)
+    return layout, [source.refresh() for source in sources]
 
 
 def rows(layout, tensors):
@@ -58,7 +61,9 @@ def rows(layout, tensors):
             flat.storage_offset() + int(regions.offset[row]),
         )
         for local in torch.cartesian_prod(*map(torch.arange, view.shape)).reshape(-1, dims).tolist():
-            index = tuple(int(lo) + k for lo, k in zip(regions.lo[row], local, strict=False))
+            index = tuple(
+                int(lo) + k * int(step) for lo, step, k in zip(regions.lo[row], regions.step[row], local, strict=False)
+            )
             assert (spec.name, index) not in found
             assert all(i < n for i, n in zip(index, spec.shape, strict=True))
             found[spec.name, index] = view[tuple(local)].item()
@@ -190,18 +195,127 @@ def test_nested_state_dicts_and_other_objects():
     assert list(shards_of(state)) == [entry, entry]
 
 
-@pytest.mark.parametrize("option", ["layernorm_zero_centered_gamma", "rotary_interleaved", "attention_output_gate"])
-def test_values_that_differ_from_the_checkpoint_are_refused(option):
+def test_sizes_come_from_the_configuration():
     class Config:
         num_attention_heads = 6
         num_query_groups = None
         kv_channels = 5
         ffn_hidden_size = 96
+        num_moe_experts = True  # not a number
 
-    assert sizes_of(Config, {"vocab_size": 11}) == {"groups": 6, "q": 5, "k": 5, "v": 5, "ffn": 96, "vocab": 11}
-    setattr(Config, option, True)
-    with pytest.raises(LayoutError, match=option):
-        sizes_of(Config, {"vocab_size": 11})
+    found = sizes_of(Config, {"vocab_size": 11})
+    assert found == {"heads": 6, "groups": 6, "qpg": 1, "head": 5, "q": 5, "k": 5, "v": 5, "ffn": 96, "vocab": 11}
+
+
+def test_another_pairing_of_rotary_rows_is_refused():
+    class Config:
+        rotary_interleaved = True
+
+    with pytest.raises(LayoutError, match="rotary_interleaved=False"):
+        require_same_rotation(Config, FAMILIES["llama"], "trainer 0")
+    require_same_rotation(Config, Family("toy", (), (), rotary_interleaved=True), "trainer 0")
+
+
+def test_a_zero_centred_norm_is_sent_with_one_added_and_loaded_with_one_taken():
+    live = torch.tensor([-0.5, 0.25, 0.0], dtype=torch.bfloat16)
+    plain = torch.tensor([[1.0, 2.0]])
+    entries = [
+        cut("decoder.final_layernorm.weight", live, 0, 3),
+        cut("decoder.layers.0.mlp.linear_fc2.weight", plain, 0, 1),
+    ]
+    layout, (norm, other) = read_layout(
+        entries, FAMILIES["llama"], {}, dtype="bfloat16", dtypes={}, rank="trainer 0", zero_centred=True
+    )
+    assert layout.params[0].dtype == "float32"
+    assert norm.refresh().tolist() == [0.5, 1.25, 1.0]
+    live.mul_(2)
+    assert norm.refresh().tolist() == [0.0, 1.5, 1.0]
+    assert other.refresh() is other.live
+    norm.sent.fill_(3.0)
+    norm.store()
+    assert live.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_excluded_parameters_need_no_rule():
+    entries = [cut(key, torch.zeros(3), 0, 3) for key in ("decoder.final_layernorm.weight", "vision.proj")]
+    layout, _ = read(entries, exclude=["vision.*"])
+    assert [param.name for param in layout.params] == ["decoder.final_layernorm.weight"]
+
+
+PARTS = {
+    # Each: rule, sizes, and for a global row of the Megatron tensor its (name, canonical row).
+    "component to interleaved groups": (
+        Rule("w", (Part("x", rows="a", units="n", every="2*a+b", at="a"),)),
+        {"a": 3, "b": 2, "n": 4},
+        12,
+        lambda row: ("x", row // 3 * 8 + 3 + row % 3),
+    ),
+    "gate and up of alternate rows": (
+        Rule("w", (Part("x", "1", "f", "2", "0"), Part("x", "1", "f", "2", "1"))),
+        {"f": 5},
+        10,
+        lambda row: ("x", row % 5 * 2 + row // 5),
+    ),
+    "groups of query and gate to heads": (
+        Rule(
+            "w",
+            (Part("q", "h", "m", "2*h", "0"), Part("q", "h", "m", "2*h", "h"), Part("k", "h")),
+            groups="g",
+        ),
+        {"h": 3, "m": 2, "g": 2},
+        2 * 15,
+        lambda row: (
+            ("k", row // 15 * 3 + row % 15 - 12)
+            if row % 15 >= 12
+            else ("q", (row // 15 * 2 + row % 15 % 6 // 3) * 6 + row % 15 // 6 * 3 + row % 3)
+        ),
+    ),
+    "grouped rows to one fused tensor": (
+        Rule("w", (Part("x", "q", size="g*q+g*k"), Part("x", "k", at="g*q", size="g*q+g*k")), groups="g"),
+        {"q": 4, "k": 3, "g": 3},
+        21,
+        lambda row: ("x", row // 7 * 4 + row % 7 if row % 7 < 4 else 12 + row // 7 * 3 + row % 7 - 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+@given(cuts=st.lists(st.floats(0, 1), max_size=3))
+@settings(max_examples=25, deadline=None)
+def test_parts_put_every_row_where_the_formula_says(case, cuts):
+    rule, sizes, total, formula = PARTS[case]
+    whole = torch.arange(total * 2.0).reshape(total, 2)
+    bounds = sorted({0, total, *(round(share * total) for share in cuts)})
+    found = {}
+    for start, end in pairwise(bounds):
+        found |= rows(*read([cut("w", whole, start, end)], Family("toy", (), (rule,)), **sizes))
+    want = {(name, (row, c)): whole[r, c] for r in range(total) for name, row in [formula(r)] for c in range(2)}
+    assert found == want
+
+
+def test_transposed_and_stacked():
+    rule = Rule("e.{E}.w", (Part("x", "1", "f", "2", "1"),), transpose=True, stack="n")
+    whole = torch.arange(15.0).reshape(5, 3)
+    entry = Entry("e.2.w", whole[2:, 1:], (5, 3), (2, 1))
+    layout, tensors = read([entry], Family("toy", (), (rule,)), f=5, n=4)
+    assert layout.tensors[0].shape == (4, 3, 10)
+    assert rows(layout, tensors) == {("x", (2, c, 2 * r + 1)): whole[r, c] for r in range(2, 5) for c in (1, 2)}
+    with pytest.raises(LayoutError, match="below 4"):
+        read([Entry("e.4.w", whole, (5, 3), (0, 0))], Family("toy", (), (rule,)), f=5, n=4)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("a.{L}.w", "b.{E}.w"),
+        Rule("w", (("x", "n-1"),)),
+        Rule("w", (("x", ""), ("y", "n"))),
+        Rule("w", "x", stack="n"),
+    ],
+)
+def test_rules_that_no_model_could_resolve(rule):
+    with pytest.raises(PluginError, match="toy"):
+        Family("toy", (), (rule,))
 
 
 def test_families_are_chosen_by_architecture_or_by_name():
@@ -224,7 +338,7 @@ def test_a_plugin_brings_a_family():
     manager = PluginManager(entry_points=False, builtins=["weightlink.converters.families"])
     manager.register(Plugin(), origin="a test")
     family = choose_family(manager.families(), "ToyForCausalLM")
-    assert family.match("decoder.layers.12.a.3.w").name == "model.layers.12.b.3.v"
+    assert family.match("decoder.layers.12.a.3.w").parts[0].name == "model.layers.12.b.3.v"
     assert family.match("decoder.layers.12.a.3") is None
 
     class Stranger:

@@ -10,7 +10,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from weightlink.converters.families.base import Family, choose_family
-from weightlink.converters.megatron import METADATA, Shard, read_layout, shards_of, sizes_of
+from weightlink.converters.megatron import (
+    METADATA,
+    Shard,
+    Source,
+    read_layout,
+    require_same_rotation,
+    shards_of,
+    sizes_of,
+)
 from weightlink.hooks.errors import ConfigError, LayoutError
 from weightlink.hooks.geometry import Layout, Regions
 from weightlink.hooks.manager import PluginManager
@@ -25,13 +33,14 @@ Fingerprint = tuple[tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...
 
 @dataclass
 class _Read:
-    """The last layout, the live tensors of its params, and what tells whether the model still looks the same."""
+    """The last layout, the sources of its params, and what tells whether the model still looks the same."""
 
     layout: Layout
-    tensors: list[torch.Tensor]
+    sources: list[Source]
     fingerprint: Fingerprint
     family: Family
     context: EngineContext
+    exclude: Sequence[str]
 
 
 class MegatronAdapter:
@@ -82,7 +91,7 @@ class MegatronAdapter:
                 )
         deadline.check("the trainer's parameter all-gather", rank=self.rank)
 
-    def layout(self, context: EngineContext, family: str | None) -> Layout:
+    def layout(self, context: EngineContext, family: str | None, exclude: Sequence[str] = ()) -> Layout:
         """This rank's regions. Of the context it uses ``architecture``, ``hf_config``, ``dtype`` and ``dtypes``.
 
         :raises NameMapError: for an unknown architecture, or for parameters without a rule
@@ -90,25 +99,35 @@ class MegatronAdapter:
         """
         families = PluginManager().families() if self._families is None else self._families
         chosen = choose_family(families, context.architecture, family)
-        self._read = self._read_now(chosen, context)
+        self._read = self._read_now(chosen, context, exclude)
         return self._read.layout
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        """The live local tensors of the last layout's ``params``; reads the model again when something moved."""
+        """The live local tensors of the last layout's ``params``; reads the model again when something moved.
+
+        Zero-centred norms are float32 copies, made anew by each call.
+        """
         if self._read is None:
             raise LayoutError("the layout has not been read yet", rank=self.rank, remedy="call layout() first")
         if self._fingerprint() != self._read.fingerprint:
-            now = self._read_now(self._read.family, self._read.context)
+            now = self._read_now(self._read.family, self._read.context, self._read.exclude)
             _require_equal(self._read.layout, now.layout)
             self._read = now
-        return self._read.tensors
+        with torch.no_grad():
+            return [source.refresh() for source in self._read.sources]
+
+    def store(self) -> None:
+        """Takes values that were written into :meth:`tensors` back into the model, where those are copies."""
+        with torch.no_grad():
+            for source in self._read.sources if self._read else ():
+                source.store()
 
     def synchronize(self) -> None:
         """Wait until all device work that writes the parameters has finished."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
-    def _read_now(self, family: Family, context: EngineContext) -> _Read:
+    def _read_now(self, family: Family, context: EngineContext, exclude: Sequence[str]) -> _Read:
         from megatron.core.dist_checkpointing.mapping import apply_factories
 
         shards: list[Shard] = []
@@ -118,25 +137,29 @@ class MegatronAdapter:
             apply_factories(state)
             shards += shards_of(state)
         _require_tied_alike(context.hf_config, {shard.key for shard in shards}, self.rank)
-        layout, tensors = read_layout(
+        config = self._modules[0].config
+        require_same_rotation(config, family, self.rank)
+        layout, sources = read_layout(
             shards,
             family,
-            sizes_of(self._modules[0].config, context.hf_config),
+            sizes_of(config, context.hf_config),
             dtype=context.dtype,
             dtypes=context.dtypes,
             rank=self.rank,
+            zero_centred=bool(getattr(config, "layernorm_zero_centered_gamma", False)),
+            exclude=exclude,
         )
         # After the read: a router's bias is rebound to fp32 while Megatron builds the sharded dict.
         resident = {t.untyped_storage().data_ptr() for t in self._resident()}
-        for param, tensor in zip(layout.params, tensors, strict=True):
-            if tensor.untyped_storage().data_ptr() not in resident:
+        for param, source in zip(layout.params, sources, strict=True):
+            if source.live.untyped_storage().data_ptr() not in resident:
                 raise LayoutError(
                     "Megatron's sharded entry is a copy, which would never show a later optimizer step",
                     tensor=param.name,
                     rank=self.rank,
                     remedy="use SequentialMLP or TEGroupedMLP experts",
                 )
-        return _Read(layout, tensors, self._fingerprint(), family, context)
+        return _Read(layout, sources, self._fingerprint(), family, context, exclude)
 
     def _resident(self) -> Iterator[torch.Tensor]:
         for module in self._modules:

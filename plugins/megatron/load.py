@@ -24,6 +24,7 @@ def load_hf(
     *,
     family: str | None = None,
     families: Mapping[str, Family] | None = None,
+    exclude: Sequence[str] = (),
     ignore: Sequence[str] = (),
     timeout: float = 600.0,
 ) -> LoadReport:
@@ -31,6 +32,7 @@ def load_hf(
 
     Load before the optimizer is made, or call its ``reload_model_params()`` afterwards: it keeps copies.
 
+    :param exclude: Megatron keys (or ``prefix*``) that the checkpoint does not have
     :param ignore: names (or ``prefix*``) of the checkpoint that no rank needs
     :param timeout: seconds until all ranks have loaded
     :raises NameMapError: when a name is missing here, or used by no rank at all
@@ -43,7 +45,8 @@ def load_hf(
     context = context_from_checkpoint(path)
     report, error = None, None
     try:
-        report = load_checkpoint(adapter.layout(context, family), adapter.tensors(), path)
+        report = load_checkpoint(adapter.layout(context, family, exclude), adapter.tensors(), path)
+        adapter.store()
     except WeightlinkError as raised:
         error = raised
     # Some writers store the shared matrix twice.

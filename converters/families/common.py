@@ -1,0 +1,62 @@
+"""Rules that several families share. Those made by :func:`in_layer` are for decoder layers."""
+
+from __future__ import annotations
+
+from weightlink.converters.families.rules import Rule
+
+
+def in_layer(*rules: Rule, source: str = "decoder.layers.{L}.", target: str = "model.layers.{L}.") -> tuple[Rule, ...]:
+    """The rules with Megatron's and Hugging Face's prefix of decoder layer ``{L}``."""
+    return tuple(rule.prefixed(source, target) for rule in rules)
+
+
+EMBEDDINGS = (
+    Rule("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "vocab"),)),
+    Rule("output_layer.weight", (("lm_head.weight", "vocab"),)),
+    Rule("decoder.final_layernorm.weight", "model.norm.weight", norm=True),
+)
+
+#: Transformer Engine fuses the norms into the linear layers; the local spec keeps modules of their own.
+NORMS = in_layer(
+    Rule("input_layernorm.weight", "input_layernorm.weight", norm=True),
+    Rule("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", norm=True),
+    Rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm=True),
+    Rule("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", norm=True),
+)
+
+ATTENTION = in_layer(
+    Rule(
+        "self_attention.linear_qkv.weight",
+        (("self_attn.q_proj.weight", "q"), ("self_attn.k_proj.weight", "k"), ("self_attn.v_proj.weight", "v")),
+        groups="groups",
+    ),
+    Rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+)
+
+QKV_BIAS = in_layer(
+    Rule(
+        "self_attention.linear_qkv.bias",
+        (("self_attn.q_proj.bias", "q"), ("self_attn.k_proj.bias", "k"), ("self_attn.v_proj.bias", "v")),
+        groups="groups",
+    ),
+)
+
+QK_NORM = in_layer(
+    Rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", norm=True),
+    Rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", norm=True),
+)
+
+#: With ``singleton_local_shards`` gate and up have keys of their own (``_w``, ``_v``); without it they share one.
+MLP = in_layer(
+    Rule("mlp.linear_fc1.weight", (("mlp.gate_proj.weight", "ffn"), ("mlp.up_proj.weight", "ffn"))),
+    Rule("mlp.linear_fc1.weight_w", "mlp.gate_proj.weight"),
+    Rule("mlp.linear_fc1.weight_v", "mlp.up_proj.weight"),
+    Rule("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+)
+
+EXPERTS = in_layer(
+    Rule("mlp.router.weight", "mlp.gate.weight"),
+    Rule("mlp.experts.experts.{E}.linear_fc1.weight_w", "mlp.experts.{E}.gate_proj.weight"),
+    Rule("mlp.experts.experts.{E}.linear_fc1.weight_v", "mlp.experts.{E}.up_proj.weight"),
+    Rule("mlp.experts.experts.{E}.linear_fc2.weight", "mlp.experts.{E}.down_proj.weight"),
+)

@@ -1,0 +1,156 @@
+"""Rules as data: which Hugging Face rows the dimension-0 rows of a Megatron parameter belong to.
+
+A rule is one line. ``Rule("mlp.linear_fc2.weight", "mlp.down_proj.weight")`` renames. A rule with parts cuts
+dimension 0: the rows are ``groups`` equal groups, and the parts follow one another in each group. A part is ``units``
+runs of ``rows`` rows. Run ``u``, counted over all groups, lies at canonical rows ``u * every + at`` and after.
+
+Numbers are expressions: sums of products of integers and symbols, such as ``"2*head+groups*k"``. Symbols are resolved
+from the model's own configuration (:func:`weightlink.converters.megatron.sizes_of`):
+
+======================== ===========================================================================
+``vocab``                true vocabulary size; rows beyond it are Megatron's padding
+``heads``, ``groups``    attention heads, and query groups
+``qpg``, ``head``        heads per query group, and rows per head
+``q``, ``k``, ``v``      rows of one query group that belong to the query, key and value heads
+``ffn``                  rows of the gate, and of the up, projection of a dense MLP
+``moe_ffn``              the same of one routed expert
+``shared_ffn``           the same of the shared experts together
+``experts``              routed experts of a layer
+======================== ===========================================================================
+
+``{L}`` stands for the global layer number, ``{E}`` for the global expert number; every placeholder of the key may be
+used in the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from weightlink.hooks.errors import PluginError
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_EXPRESSION = re.compile(r"\w+(\*\w+)*(\+\w+(\*\w+)*)*")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of each group of a Megatron tensor's rows.
+
+    :param name: the HF name
+    :param rows: rows of one run; empty for all rows of the tensor
+    :param units: runs in each group
+    :param every: canonical rows from one run to the next; empty for ``rows``
+    :param at: canonical row of the first run's first row
+    :param size: canonical rows of the whole HF tensor; empty for ``groups * units * every``
+    """
+
+    name: str
+    rows: str = ""
+    units: str = "1"
+    every: str = ""
+    at: str = "0"
+    size: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron key, or key pattern.
+
+    :param key: as in ``sharded_state_dict``, with placeholders
+    :param to: the HF name, or parts that cut each group of dimension 0; ``(HF name, rows)`` is a part in short
+    :param groups: number of groups; empty for one
+    :param transpose: the HF tensor's dimensions are the Megatron tensor's in reverse
+    :param stack: size of a leading HF dimension that the key's last placeholder indexes; empty for none
+    :param norm: a norm's scale: a Megatron model with zero-centred norms holds it less one
+    """
+
+    key: str
+    to: str | tuple[Part | tuple[str, str], ...]
+    groups: str = ""
+    transpose: bool = False
+    stack: str = ""
+    norm: bool = False
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """``to`` as parts."""
+        if isinstance(self.to, str):
+            return (Part(self.to),)
+        return tuple(part if isinstance(part, Part) else Part(*part) for part in self.to)
+
+    def prefixed(self, source: str, target: str) -> Rule:
+        """The rule with ``source`` before its key and ``target`` before its names."""
+        if isinstance(self.to, str):
+            return replace(self, key=source + self.key, to=target + self.to)
+        parts = tuple(replace(part, name=target + part.name) for part in self.parts)
+        return replace(self, key=source + self.key, to=parts)
+
+    def validate(self, family: str) -> None:
+        """Raises :class:`PluginError` for what no model could resolve."""
+        parts = self.parts
+        known = set(PLACEHOLDER.findall(self.key))
+        expressions = [self.groups, self.stack]
+        for part in parts:
+            expressions += [part.rows, part.units, part.every, part.at, part.size]
+            unknown = set(PLACEHOLDER.findall(part.name)) - known
+            if unknown:
+                raise PluginError(
+                    f"family {family!r}: a name uses a placeholder that the key does not have",
+                    found=f"{part.name} for {self.key}",
+                )
+        wrong = [text for text in expressions if text and not _EXPRESSION.fullmatch(text)]
+        if wrong:
+            raise PluginError(
+                f"family {family!r}: not a sum of products of symbols and integers", tensor=self.key, found=wrong
+            )
+        whole = [part for part in parts if not part.rows]
+        if whole and (len(parts) > 1 or self.groups or whole[0] != Part(whole[0].name)):
+            raise PluginError(f"family {family!r}: a part without rows stands alone", tensor=self.key)
+        if self.stack and not known:
+            raise PluginError(f"family {family!r}: nothing indexes the stacked dimension", tensor=self.key)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A rule applied to one key.
+
+    :param rule: the rule
+    :param parts: its parts with HF names filled in
+    :param index: what the key's last placeholder stood for; 0 without one
+    """
+
+    rule: Rule
+    parts: tuple[Part, ...]
+    index: int
+
+
+def match(rule: Rule, key: str) -> Match:
+    """``rule`` applied to ``key``, which must fit it."""
+    numbers = NUMBER.findall(key)
+    values = dict(zip(PLACEHOLDER.findall(rule.key), numbers, strict=True))
+    parts = tuple(replace(part, name=part.name.format(**values)) for part in rule.parts)
+    return Match(rule, parts, int(numbers[-1]) if numbers else 0)
+
+
+def pattern(key: str) -> str:
+    """What a key and the rule for it have in common."""
+    return NUMBER.sub("#", PLACEHOLDER.sub("0", key))
+
+
+def symbols(expression: str) -> set[str]:
+    """The symbols of an expression."""
+    return {word for word in re.split(r"[*+]", expression) if word and not word.isdigit()}
+
+
+def evaluate(expression: str, sizes: Mapping[str, int]) -> int:
+    """The value of an expression, all of whose symbols are in ``sizes``."""
+    total = 0
+    for term in expression.split("+"):
+        product = 1
+        for word in term.split("*"):
+            product *= int(word) if word.isdigit() else sizes[word]
+        total += product
+    return total

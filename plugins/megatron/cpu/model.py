@@ -1,0 +1,75 @@
+"""Small Megatron models for Hugging Face configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from weightlink.hooks.errors import ConfigError
+from weightlink.plugins.megatron.cpu.configs import experts_of, transformer_config
+from weightlink.plugins.megatron.cpu.patches import install_cpu_patches
+
+
+def build_model(
+    hf: dict[str, Any],
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    vocab_multiple: int = 8,
+    max_sequence_length: int = 512,
+) -> list[Any]:
+    """This rank's model chunks. ``torch.distributed`` must be initialised; Megatron's groups are made here.
+
+    :param vpp: chunks per pipeline stage, None for one
+    :param vocab_multiple: the vocabulary is padded to a multiple of this times ``tp``
+    """
+    install_cpu_patches()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    rope = hf.get("rope_parameters") or hf
+    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
+        raise ConfigError("a model with scaled rotary embeddings cannot be built here", found=rope)
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        vpp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    config = transformer_config(
+        hf,
+        dtype=dtype,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    padded = -(-hf["vocab_size"] // (vocab_multiple * tp)) * vocab_multiple * tp
+    stage, chunks = parallel_state.get_pipeline_model_parallel_rank(), []
+    for chunk in range(vpp or 1):
+        vp_stage = None if vpp is None else chunk
+        if experts_of(hf):
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+        else:
+            spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=padded,
+            max_sequence_length=max_sequence_length,
+            pre_process=stage == 0 and chunk == 0,
+            post_process=stage == pp - 1 and chunk == (vpp or 1) - 1,
+            position_embedding_type="rope",
+            rotary_base=rope.get("rope_theta", 10000),
+            share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
+            vp_stage=vp_stage,
+        )
+        chunks.append(model.to(dtype))
+    return chunks
