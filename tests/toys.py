@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 250,
@@ -144,3 +146,33 @@ def make(family: str, path: Path | str) -> Path:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **extra}, indent=1))
     return path
+
+
+def coded(plain: Path, path: Path) -> Path:
+    """A copy of a checkpoint in float32, in which every element of every tensor is another number.
+
+    A scale's numbers are as good as any: nothing is computed with these weights.
+    """
+    if (path / "config.json").exists():
+        return path
+    path.mkdir()
+    first = 1
+    tensors = load_file(plain / "model.safetensors")
+    for name, tensor in tensors.items():
+        numbers = torch.arange(first, first + tensor.numel(), dtype=torch.int64)
+        first += tensor.numel()
+        tensors[name] = numbers.to(torch.float32).reshape(tensor.shape)
+    if first > 1 << 24:
+        raise ValueError(f"{plain.name} has more elements than float32 can count")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=1))
+    return path
+
+
+def names(path: Path) -> set[str]:
+    """The tensors of a checkpoint, without a second copy of a tied matrix."""
+    with safe_open(path / "model.safetensors", framework="pt") as opened:
+        stored = set(opened.keys())
+    tied = json.loads((path / "config.json").read_text()).get("tie_word_embeddings")
+    return stored - {"lm_head.weight"} if tied else stored

@@ -18,6 +18,7 @@ def build_model(
     vpp: int | None = None,
     ep: int = 1,
     etp: int | None = None,
+    cp: int = 1,
     dtype: torch.dtype = torch.float32,
     vocab_multiple: int = 8,
     max_sequence_length: int = 512,
@@ -39,6 +40,7 @@ def build_model(
         tp,
         pp,
         vpp,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )
@@ -48,6 +50,7 @@ def build_model(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )

@@ -1,0 +1,237 @@
+"""Cells of the grid: a family's checkpoint, a Megatron layout and an SGLang layout.
+
+What travels by the plan, over real Gloo groups, must equal SGLang's own load of the same checkpoint on every rank, bit
+for bit. Each side is run once per layout and kept, so that n trainers and m engines start n + m sets of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import toys
+from megatron_cpu import Megatron
+from oracle import POISON
+from safetensors.torch import load_file, save_file
+from warm import shared
+from weightlink.hooks.deadline import Deadline
+from weightlink.hooks.geometry import Layout, TensorSpec
+from weightlink.hooks.settings import WireSettings
+from weightlink.plan import EngineLayouts, Plan, build_plan, merge_manifest
+from weightlink.plugins.transports import P2P
+from weightlink.program import verify_receive
+from weightlink.rendezvous import Rendezvous, connect, new_key
+from weightlink.wire import Receiver, Sender, handshake
+
+WIRE = WireSettings(bucket_bytes=16384, direct_bytes=8192, max_peers=2)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison.
+
+    :param family: a toy of toys.py
+    :param world: trainer ranks
+    :param trainer: keyword arguments of the Megatron builder: ``tp``, ``pp``, ``vpp``, ``ep``, ``etp``, ``cp``
+    :param engine: ``tp``, ``pp``, ``ep``, and ``server`` with further SGLang arguments
+    :param dtype: of both sides. The weights of a ``float32`` cell are index-coded: every element of the checkpoint is
+        another number, so that no swap of equal shapes can pass
+    :param ignore: names of the checkpoint that this engine does not load
+    """
+
+    family: str
+    world: int = 1
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    ignore: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """For pytest and for the table in the docs."""
+
+        def text(layout: Mapping[str, Any]) -> str:
+            flat = {**layout, **layout.get("server", {})}
+            flat.pop("server", None)
+            return "".join(f"{k}{v}" for k, v in flat.items()) or "one"
+
+        return f"{self.family}-{text(self.trainer)}-to-{text(self.engine)}-{self.dtype}"
+
+
+def engine_cell(runner: Any, out: str) -> list[str]:
+    """In an engine rank's process: its layout over the trainer's manifest, and its parameters as SGLang loaded them."""
+    import msgspec
+    from oracle import live
+    from weightlink.converters.replay import observe
+    from weightlink.hooks.geometry import TensorSpec
+
+    rank = world_rank()
+    manifest = msgspec.json.decode((Path(out) / "manifest.json").read_bytes(), type=tuple[TensorSpec, ...])
+    model = runner.model
+    layout = observe(rank=f"rank {rank}", tensors=manifest, load=model.load_weights, modules=[("", model)])
+    values = live([("", model)], layout.params)
+    dump = {str(n): t.detach().clone() for n, (p, t) in enumerate(zip(layout.params, values, strict=True)) if p.loaded}
+    (Path(out) / f"engine{rank}.layout").write_bytes(layout.pack())
+    save_file(dump, Path(out) / f"engine{rank}.safetensors")
+    return [p.name for p in layout.params if p.loaded]
+
+
+def world_rank() -> int:
+    """This engine rank's number."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
+
+
+def carry(
+    plan: Plan, sources: list[list[torch.Tensor]], targets: list[list[torch.Tensor]], layouts: list[Layout]
+) -> None:
+    """Every rank in a thread, over real groups, by its own program."""
+    deadline = Deadline.after(60)
+    listener, key = Rendezvous.listen("127.0.0.1", deadline), new_key()
+    size = len(sources) + len(targets)
+    failed: list[BaseException] = []
+
+    def member(rank: int) -> None:
+        try:
+            channel = P2P().open(
+                connect(listener.host, listener.port, deadline), key=key, rank=rank, size=size, host="127.0.0.1",
+                device=torch.device("cpu"), wire=WIRE, deadline=deadline,
+            )  # fmt: skip
+            engine = rank - len(sources)
+            program = plan.send_program(0, rank) if engine < 0 else plan.receive_program(0, engine)
+            handshake(channel, program, torch.device("cpu"), deadline)
+            if engine < 0:
+                Sender(program, WIRE, torch.device("cpu")).run(sources[rank], channel, "update", deadline)
+            else:
+                verify_receive(program, layouts[engine], plan_digest=plan.digest, rank=f"rank {engine}")
+                receiver = Receiver(program, layouts[engine].fills, WIRE, torch.device("cpu"))
+                receiver.run(targets[engine], channel, "update", deadline)
+                receiver.check()
+            channel.barrier("the end", deadline)
+            channel.close()
+        except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    listener.close()
+    if failed:
+        raise failed[0]
+
+
+@dataclass
+class Trained:
+    """The trainer's side of a cell: layouts and weights of its ranks."""
+
+    layouts: list[Layout]
+    tensors: list[list[torch.Tensor]]
+
+
+@dataclass
+class Loaded:
+    """The engine's side: layouts, and what SGLang loaded, by parameter number."""
+
+    layouts: list[Layout]
+    wanted: list[dict[int, torch.Tensor]]
+    names: frozenset[str]
+
+
+class Grid:
+    """Runs cells, and keeps what each side gave.
+
+    :param folder: where checkpoints and results go
+    """
+
+    def __init__(self, megatron: Megatron, folder: Path) -> None:
+        self._megatron = megatron
+        self._folder = folder
+        self._trained: dict[str, Trained] = {}
+        self._loaded: dict[str, Loaded] = {}
+
+    def checkpoint(self, family: str, dtype: str) -> Path:
+        """The family's toy, index-coded if ``dtype`` is float32."""
+        plain = toys.make(family, self._folder / family)
+        return plain if dtype != "float32" else toys.coded(plain, self._folder / f"{family}-coded")
+
+    def judge(self, cell: Cell) -> None:
+        """Fails unless every parameter of every rank is what SGLang loaded."""
+        trained = self._trainer(cell)
+        manifest = merge_manifest(trained.layouts)
+        loaded = self._engine(cell, manifest)
+        assert {t.name for t in manifest} == loaded.names
+        layouts = [_reordered(layout, manifest) for layout in loaded.layouts]
+        plan = build_plan(trained.layouts, [EngineLayouts("engine", layouts)], WIRE, ignore=cell.ignore)
+        targets = []
+        for layout in layouts:
+            memory = [torch.empty_strided(p.shape, p.stride, dtype=getattr(torch, p.dtype)) for p in layout.params]
+            for tensor in memory:
+                torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(POISON)
+            targets.append(memory)
+        carry(plan, trained.tensors, targets, layouts)
+        for rank, (layout, wanted) in enumerate(zip(layouts, loaded.wanted, strict=True)):
+            assert len(wanted) >= 6
+            for number, tensor in wanted.items():
+                have = targets[rank][number]
+                assert torch.equal(_bits(have), _bits(tensor)), f"{layout.params[number].name} on rank {rank}"
+        stored = toys.names(self.checkpoint(cell.family, cell.dtype))
+        assert {t.name for t in manifest} == stored
+
+    def _trainer(self, cell: Cell) -> Trained:
+        key = f"{cell.family}-{cell.dtype}-{cell.world}-{json.dumps(dict(cell.trainer), sort_keys=True)}"
+        if key not in self._trained:
+            out = self._folder / f"trainer{len(self._trained)}"
+            out.mkdir()
+            path = str(self.checkpoint(cell.family, cell.dtype))
+            self._megatron.run("layout", cell.world, path=path, out=str(out), dtype=cell.dtype, **cell.trainer)
+            layouts = [Layout.unpack((out / f"{rank}.layout").read_bytes()) for rank in range(cell.world)]
+            tensors = []
+            for rank, layout in enumerate(layouts):
+                held = load_file(out / f"{rank}.safetensors")
+                tensors.append([held[str(n)] for n in range(len(layout.params))])
+            self._trained[key] = Trained(layouts, tensors)
+        return self._trained[key]
+
+    def _engine(self, cell: Cell, manifest: Sequence[TensorSpec]) -> Loaded:
+        key = f"{cell.family}-{cell.dtype}-{json.dumps(dict(cell.engine), sort_keys=True)}"
+        if key not in self._loaded:
+            out = self._folder / f"engine{len(self._loaded)}"
+            out.mkdir()
+            specs = [{"name": t.name, "shape": t.shape, "dtype": t.dtype} for t in manifest]
+            (out / "manifest.json").write_text(json.dumps(specs))
+            ranks = len(
+                shared().run(
+                    "grid:engine_cell",
+                    self.checkpoint(cell.family, cell.dtype),
+                    arguments={"out": str(out)},
+                    **cell.engine,
+                )
+            )
+            layouts = [Layout.unpack((out / f"engine{rank}.layout").read_bytes()) for rank in range(ranks)]
+            wanted = [
+                {int(n): t for n, t in load_file(out / f"engine{rank}.safetensors").items()} for rank in range(ranks)
+            ]
+            self._loaded[key] = Loaded(layouts, wanted, frozenset(t.name for t in manifest))
+        return self._loaded[key]
+
+
+def _reordered(layout: Layout, manifest: Sequence[TensorSpec]) -> Layout:
+    """The layout over the same tensors in the manifest's order, which differs between trainers."""
+    place = {tensor.name: n for n, tensor in enumerate(manifest)}
+    moved = np.array([place[tensor.name] for tensor in layout.tensors], np.int32)
+    regions = replace(layout.regions, tensor=moved[layout.regions.tensor])
+    return replace(layout, tensors=tuple(manifest), regions=regions)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
