@@ -26,6 +26,8 @@ def build_model(
     """This rank's model chunks. ``torch.distributed`` must be initialised; Megatron's groups are made here.
 
     :param vpp: chunks per pipeline stage, None for one
+    :param cp: ranks of the context-parallel groups. They hold the same weights; the model itself is not told, since
+        Megatron's attention for CPUs refuses to be built for more than one
     :param vocab_multiple: the vocabulary is padded to a multiple of this times ``tp``
     """
     install_cpu_patches()
@@ -50,7 +52,6 @@ def build_model(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
-        context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )
