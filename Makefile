@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 FOLDERS := hooks converters core plugins
 PROJECTS := pyproject.toml tests/cpu_platform/pyproject.toml
 
-.PHONY: test test-grid demo lint clean always
+.PHONY: test test-grid table demo lint clean always
 .DELETE_ON_ERROR:
 
 test: $(VENV)/installed-dev
@@ -17,6 +17,10 @@ test: $(VENV)/installed-dev
 # The whole grid of families, trainer layouts and engine layouts, of which `make test` runs a spread.
 test-grid: $(VENV)/installed-dev
 	$(PY) -m pytest -m "grid or not grid" tests/test_grid.py tests/test_properties.py $(ARGS)
+
+# docs/families.md, from what the tests say they prove.
+table: $(VENV)/installed-dev
+	$(PY) -m pytest --collect-only --quiet --write-table >/dev/null
 
 demo: $(VENV)/installed-demo
 	$(VENV)/bin/weightlink demo $(ARGS)

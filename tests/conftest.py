@@ -13,7 +13,23 @@ import pytest
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
+import proofs  # noqa: E402 - found by the line above
+
 os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    proofs.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    proofs.keep(session, items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("--write-table"):
+        proofs.PAGE.write_text(proofs.page(proofs.proven(session.stash[proofs.COLLECTED])))
 
 
 @pytest.fixture

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import toys
 from megatron_cpu import Megatron
@@ -61,7 +62,32 @@ class Cell:
             flat.pop("server", None)
             return "".join(f"{k}{v}" for k, v in flat.items()) or "one"
 
-        return f"{self.family}-{text(self.trainer)}-to-{text(self.engine)}-{self.dtype}"
+        return f"{self.family}-{self.world}x{text(self.trainer)}-to-{text(self.engine)}-{self.dtype}"
+
+
+def marks(cell: Cell) -> list[pytest.MarkDecorator]:
+    """What a cell proves, for the table in the docs."""
+    sides = {
+        "trainer TP": cell.trainer.get("tp", 1) > 1,
+        "trainer PP": cell.trainer.get("pp", 1) > 1,
+        "trainer VPP": cell.trainer.get("vpp") is not None,
+        "trainer EP": cell.trainer.get("ep", 1) > 1,
+        "trainer ETP": cell.trainer.get("etp", cell.trainer.get("tp", 1)) != cell.trainer.get("tp", 1),
+        "trainer CP": cell.trainer.get("cp", 1) > 1,
+        "engine TP": cell.engine.get("tp", 1) > 1,
+        "engine PP": cell.engine.get("pp", 1) > 1,
+        "engine EP": cell.engine.get("ep", 1) > 1,
+        "engine EPxTP": 1 < cell.engine.get("ep", 1) < cell.engine.get("tp", 1),
+        "engine DP attention": bool(cell.engine.get("server", {}).get("enable_dp_attention")),
+        "coded": cell.dtype == "float32",
+    }
+    features = [feature for feature, has in sides.items() if has]
+    return [pytest.mark.proves(toys.family_of(cell.family), *features)] if features else []
+
+
+def cases(cells: Iterable[Cell]) -> list[Any]:
+    """The cells as parameters of a test."""
+    return [pytest.param(cell, id=cell.id, marks=marks(cell)) for cell in cells]
 
 
 def engine_cell(runner: Any, out: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from grid import Cell, Grid
+from grid import Cell, Grid, cases
 from megatron_cpu import Megatron
 
 
@@ -60,12 +60,12 @@ FULL = [
 ]
 
 
-@pytest.mark.parametrize("cell", SPREAD, ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", cases(SPREAD))
 def test_what_travels_equals_sglangs_own_load(grid: Grid, cell: Cell) -> None:
     grid.judge(cell)
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("cell", [cell for cell in FULL if cell not in SPREAD], ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", cases(cell for cell in FULL if cell not in SPREAD))
 def test_the_full_grid(grid: Grid, cell: Cell) -> None:
     grid.judge(cell)

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import proofs
 import pytest
 import torch
 import toys
@@ -122,15 +123,18 @@ def check_layouts(out: Path, world: int, checkpoint: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("family", "world", "parallel"),
-    [
-        ("qwen3", 1, {"tp": 1}),
-        ("qwen3", 2, {"tp": 2}),
-        ("qwen3", 4, {"tp": 4}),
-        ("llama_tied", 2, {"tp": 2}),
-        ("qwen2", 2, {"tp": 2}),
-        ("qwen3_moe", 2, {"tp": 1, "ep": 2}),
-        ("qwen3_moe", 2, {"tp": 2, "etp": 1}),
-    ],
+    proofs.rows(
+        [
+            ("qwen3", 1, {"tp": 1}),
+            ("qwen3", 2, {"tp": 2}),
+            ("qwen3", 4, {"tp": 4}),
+            ("llama_tied", 2, {"tp": 2}),
+            ("qwen2", 2, {"tp": 2}),
+            ("qwen3_moe", 2, {"tp": 1, "ep": 2}),
+            ("qwen3_moe", 2, {"tp": 2, "etp": 1}),
+        ],
+        "logits",
+    ),
 )
 def test_logits_equal_transformers(megatron, checkpoints, family, world, parallel):
     from transformers import AutoModelForCausalLM

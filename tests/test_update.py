@@ -86,11 +86,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 @pytest.mark.parametrize(
     ("engine", "world", "parallel"),
     [
-        ("qwen3-tp2", 2, {"tp": 2}),
+        pytest.param("qwen3-tp2", 2, {"tp": 2}, marks=pytest.mark.proves("qwen3", "server")),
         ("qwen3-tp2", 2, {"pp": 2}),
         ("qwen3-tp2", 1, {}),
         ("qwen3-tp1", 2, {"tp": 2}),
-        ("llama-tp2", 2, {"tp": 2}),
+        pytest.param("llama-tp2", 2, {"tp": 2}, marks=pytest.mark.proves("llama", "server")),
         ("llama-tp2", 2, {"pp": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

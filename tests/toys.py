@@ -123,6 +123,19 @@ _FAMILIES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 }
 
 
+#: Toys that are not called like their family.
+FAMILY = {
+    "llama_tied": "llama",
+    "qwen3_deep": "qwen3",
+    "qwen3_moe_uneven": "qwen3_moe",
+}
+
+
+def family_of(toy: str) -> str:
+    """The built-in family that serves a toy."""
+    return FAMILY.get(toy, toy)
+
+
 def make(family: str, path: Path | str) -> Path:
     """Writes the checkpoint of ``family`` to ``path``, unless it is there already."""
     path = Path(path)

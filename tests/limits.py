@@ -1,0 +1,5 @@
+"""Why a cell of the families' table cannot be proven here. Family -> feature -> reason."""
+
+from __future__ import annotations
+
+LIMITS: dict[str, dict[str, str]] = {}
