@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from weightlink.converters.boxes import Boxes, overlaps
-from weightlink.hooks.errors import CoverageError
+from weightlink.hooks.errors import CoverageError, LayoutError
 from weightlink.hooks.geometry import DIMS, Int64, Layout, ParamSpec, TensorSpec, pad
 
 #: Largest parameter, in elements, whose coverage is counted element by element when its views are not boxes.
@@ -110,12 +110,29 @@ def may_own(layout: Layout, owns_weights: bool, declared: Sequence[str]) -> list
     :param owns_weights: the engine loaded a checkpoint itself
     :param declared: local names, or patterns with ``*``, that the trainer's user declared to be the engine's own
     """
-    touched = {*layout.regions.param.tolist(), *layout.fills.param.tolist()}
+    touched = {*layout.regions.param.tolist(), *layout.fills.param.tolist(), *(o.param for o in layout.opaque)}
 
     def owned(p: ParamSpec) -> bool:
         return not p.loaded or (owns_weights and any(fnmatch.fnmatchcase(p.name, pattern) for pattern in declared))
 
     return [n for n, p in enumerate(layout.params) if n not in touched and owned(p)]
+
+
+def delivered(layout: Layout, rank: str) -> list[int]:
+    """Parameters that the engine's own loader writes, whole, when it gets the staged tensors.
+
+    Raises :class:`LayoutError` naming what nobody can write: an opaque destination or tensor without delivery."""
+    refused = [entry for entry in layout.opaque if not entry.delivered]
+    if refused:
+        raise LayoutError(
+            f"{len(refused)} tensors cannot be updated in this engine: "
+            + "; ".join(f"{entry.name}: {entry.reason}" for entry in refused[:10]),
+            tensor=refused[0].name,
+            rank=rank,
+            remedy="neither a write in place nor the engine's own load_weights is proven to give what a load of the"
+            " checkpoint gives",
+        )
+    return [entry.param for entry in layout.opaque if entry.param is not None]
 
 
 def prove_destination(
@@ -128,14 +145,16 @@ def prove_destination(
     rank: str,
     owned: Iterable[int],
     found: Violations,
+    delivered: Iterable[int] = (),
 ) -> list[str]:
     """Every element of every parameter is written exactly once by the given views (copies and fills together).
 
     :param param, offset, size, stride: the views; offsets in elements from the parameter's first
     :param owned: parameters that the engine may own altogether (it computed or loaded them itself)
-    :returns: names of the engine-owned parameters, those that no view touches
+    :param delivered: parameters that the engine's own loader writes, see :func:`delivered`; no view may touch them
+    :returns: names of the engine-owned parameters, those that nothing touches
     """
-    may_own = set(owned)
+    may_own, loaded = set(owned), set(delivered)
     volume = np.array([int(np.prod(p.shape, dtype=np.int64)) for p in params], np.int64)
     boxes, is_box = param_boxes(params, param, offset, size, stride)
     outside = np.zeros(len(param), bool)
@@ -147,10 +166,12 @@ def prove_destination(
         here = np.flatnonzero((param == number) & ~outside)
         _count(params[number], offset[here], size[here], stride[here], rank, found)
     rows = np.flatnonzero(is_box & ~outside & ~np.isin(param, list(counted)))
-    touched = np.unique(param)
-    owned_now = [n for n in range(len(params)) if n not in set(touched.tolist())]
+    touched = set(np.unique(param).tolist())
+    for number in sorted(loaded & touched):
+        found.add(params[number].name, rank, "is written by the plan and by the engine's own loader")
+    owned_now = [n for n in range(len(params)) if n not in touched and n not in loaded]
     expected = volume.copy()
-    for number in [*owned_now, *counted]:
+    for number in [*owned_now, *counted, *loaded]:
         expected[number] = 0
     _prove_tiling(
         boxes.take(rows),

@@ -40,10 +40,14 @@ class Piece(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Why contents cannot be followed, and the canonical tensors that went into them."""
+    """Why contents cannot be followed, and the canonical tensors that went into them.
+
+    :param barred: running the loader for real would not give the right value either (a bare cast to a quantised dtype)
+    """
 
     reason: str
     sources: frozenset[int] = frozenset()
+    barred: bool = False
 
 
 @dataclass(slots=True)
@@ -52,6 +56,7 @@ class Cell:
 
     :param pieces: disjoint; elements outside them hold nothing that is known
     :param lost: why nothing is known; empty if the pieces hold
+    :param barred: see :class:`Lost`
     :param sources: canonical tensors that went into it
     :param plain: its values are really there and depend on no weight
     """
@@ -59,6 +64,7 @@ class Cell:
     dtype: torch.dtype
     pieces: list[Piece] = field(default_factory=list)
     lost: str = ""
+    barred: bool = False
     sources: frozenset[int] = frozenset()
     plain: bool = False
     alive: object = None
@@ -71,11 +77,16 @@ class Cell:
     def lose(self, lost: Lost) -> None:
         """From now on nothing is known."""
         self.lost = self.lost or lost.reason
+        self.barred = self.barred or lost.barred
         self.sources |= lost.sources
 
 
 class Write(NamedTuple):
-    """One write to memory that existed before: pieces (``at`` is an address in it), or the reason why not."""
+    """One write to memory that existed before: pieces (``at`` is an address in it), or the reason why not.
+
+    :param during: the canonical tensor that the loader had taken last, None before the first
+    :param span: for a lost write, the addresses that it assigns to; None if it changes only what was there
+    """
 
     storage: int
     dtype: torch.dtype
@@ -83,6 +94,8 @@ class Write(NamedTuple):
     high: int
     pieces: tuple[Piece, ...]
     lost: Lost | None
+    during: int | None = None
+    span: Affine | None = None
 
 
 def key(tensor: torch.Tensor) -> int:
@@ -116,6 +129,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         self.closed = False
         self.thread = threading.get_ident()
         # Canonical tensors whose value became a number since the last name, and ever; whether any weight's value did.
+        self._during: int | None = None
         self._recent: frozenset[int] = frozenset()
         self._numbers: frozenset[int] = frozenset()
         self._number_read = False
@@ -131,8 +145,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         self._adopt(tensor, cell)
         return tensor
 
-    def next_name(self) -> None:
-        """The loader asks for its next tensor: copies no longer depend on numbers read from earlier ones."""
+    def next_name(self, index: int) -> None:
+        """The loader takes tensor ``index``: copies no longer depend on numbers read from earlier ones."""
+        self._during = index
         self._recent = frozenset()
 
     def contents(self, tensor: torch.Tensor) -> frozenset[int]:
@@ -196,12 +211,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         cell = cells[0]
         if self._hollow(inputs[0]):
-            self._recent |= cell.sources if cell is not None else frozenset()
-            self._numbers |= self._recent
-            self._number_read = True
+            self._read(cell.sources if cell is not None else frozenset())
             return torch.ones((), dtype=inputs[0].dtype).item()
         self._number_read = self._number_read or cell is None or not cell.plain
         return func(*args, **kwargs)
+
+    def _read(self, sources: frozenset[int]) -> None:
+        """The loader learns a value that is not there."""
+        self._recent |= sources
+        self._numbers |= self._recent
+        self._number_read = True
 
     def _make(
         self,
@@ -220,7 +239,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
                 if key(tensor) not in self.resident and key(tensor) not in self.cells:
                     self._adopt(tensor, Cell(tensor.dtype, plain=True))
             return out
-        if any(self._hollow(tensor) for tensor in inputs):
+        hollow = any(self._hollow(tensor) for tensor in inputs)
+        if hollow and _returns_bool(func):
+            self._read(_union(cells))
+            return True
+        if hollow:
             run_args, run_kwargs = without_data(args), without_data(dict(kwargs))
             if run_kwargs.get("device") is not None:
                 run_kwargs["device"] = torch.device("meta")
@@ -229,7 +252,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         else:
             out = func(*args, **kwargs)
         results = list(tensors((out,), {}))
-        if not results and inputs and any(self._hollow(tensor) for tensor in inputs):
+        if not results and hollow:
             raise NotImplementedError(f"the loader branches on the values of a tensor ({func})")
         plain = all(cell is not None and cell.plain for cell in cells)
         for tensor in results:
@@ -258,7 +281,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
                 if isinstance(item[0], torch.Tensor):
                     found = self._trace(item[0], item[1], out.dtype)
                     if isinstance(found, Lost):
-                        cell.lose(Lost(found.reason, _union(cells)))
+                        cell.lose(found._replace(sources=_union(cells)))
                         return
                     cell.add(found)
                 elif item[1].numel:
@@ -274,7 +297,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         if cell is None:
             return Lost("copied from memory that existed before")
         if cell.lost:
-            return Lost(cell.lost, cell.sources)
+            return Lost(cell.lost, cell.sources, cell.barred)
         if source.dtype != cell.dtype:
             return Lost(f"{dtype_name(cell.dtype)} reinterpreted as {dtype_name(source.dtype)}", cell.sources)
         found: list[Piece] = []
@@ -304,6 +327,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             return Lost(
                 f"{dtype_name(before)} cast to {dtype_name(after)}: casting is not quantising",
                 frozenset({piece.source}),
+                _quantised(after),
             )
         exact = after == torch.float32
         if piece.rounded is None:
@@ -335,7 +359,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
                 self._record(target, source)
         else:
             for target in targets:
-                self._lose(target, Lost(f"changed in place by {func}", _union(cells)))
+                how = "written" if "out" in kwargs else "changed in place"
+                self._lose(target, Lost(f"{how} by {func}", _union(cells)), assigned="out" in kwargs)
         for target in targets:
             cell = self.cells.get(key(target))
             if cell is not None:
@@ -367,10 +392,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         if cell is not None and target.dtype != cell.dtype:
             found = Lost(f"written as {dtype_name(target.dtype)}", _sources(found))
         if isinstance(found, Lost):
+            if isinstance(source, torch.Tensor) and source.dtype != target.dtype and _quantised(target.dtype):
+                found = found._replace(barred=True)
             self._lose(target, found)
         elif cell is None:
-            low, high = span(target).bounds()
-            self.writes.append(Write(key(target), target.dtype, low, high, tuple(found), None))
+            self._keep(target, tuple(found), None, None)
         else:
             try:
                 over = span(target)
@@ -399,15 +425,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             return Lost("a constant that may depend on a number read from a weight", self._numbers | _sources(found))
         return found
 
-    def _lose(self, target: torch.Tensor, lost: Lost) -> None:
+    def _lose(self, target: torch.Tensor, lost: Lost, *, assigned: bool = True) -> None:
         if not target.numel():
             return
         cell = self.cells.get(key(target))
         if cell is not None:
             cell.lose(lost)
             return
+        # What is computed may depend on every number that the loader knows by now.
+        lost = lost._replace(sources=lost.sources | self._numbers)
+        self._keep(target, (), lost, span(target) if assigned else None)
+
+    def _keep(self, target: torch.Tensor, pieces: tuple[Piece, ...], lost: Lost | None, over: Affine | None) -> None:
         low, high = span(target).bounds()
-        self.writes.append(Write(key(target), target.dtype, low, high, (), lost))
+        self.writes.append(Write(key(target), target.dtype, low, high, pieces, lost, self._during, over))
 
     def _adopt(self, tensor: torch.Tensor, cell: Cell) -> None:
         """Registers a new storage until it is freed. Tensors without data cost nothing and are kept to the end."""
@@ -437,6 +468,16 @@ def _holds(tensor: torch.Tensor, piece: Piece) -> bool:
     sizes, strides = [d[0] for d in piece.map.dims], [d[1] for d in piece.map.dims]
     found = tensor.as_strided(sizes, strides, piece.map.at)
     return bool((found.isnan() if math.isnan(piece.value) else found == piece.value).all())
+
+
+def _quantised(dtype: torch.dtype) -> bool:
+    """Whether values of ``dtype`` mean nothing without a scale."""
+    return bool(dtype.itemsize == 1 and dtype != torch.bool)
+
+
+def _returns_bool(func: Any) -> bool:
+    returns = func._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "bool"
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

@@ -57,14 +57,15 @@ class Snapshot:
             if isinstance(value, dict | list | set):
                 self._containers.append((value, value.copy()))
 
-    def rebound(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """``(name, kind, tensor)`` of what the modules hold now and did not hold before, or hold in other memory."""
+    def rebound(self) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
+        """``(name, kind, tensor, existed)`` of what the modules hold now and did not hold before, or hold in other
+        memory than before."""
         before = {(held.name, held.kind): held for held in self.held}
         for path, module in self._owners:
             for now in _held(path, module):
                 was = before.get((now.name, now.kind))
                 if was is None or was.tensor is not now.tensor or not _same_binding(was.data, now.data):
-                    yield now.name, now.kind, now.tensor
+                    yield now.name, now.kind, now.tensor, was is not None
 
     def missing(self) -> Iterator[str]:
         """Names of parameters and buffers that the modules no longer have."""

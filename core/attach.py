@@ -17,6 +17,7 @@ from weightlink.hooks.geometry import Layout, TensorSpec
 from weightlink.plan import EngineLayouts, Plan, build_plan, merge_manifest
 from weightlink.program import Program, manifest_digest, verify_local
 from weightlink.rendezvous import connect, local_address_towards, new_key
+from weightlink.report import EngineLink
 from weightlink.wire import Sender, handshake
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class _Head(msgspec.Struct, frozen=True):
     sent: tuple[int, ...]
     keys: tuple[str, ...]
     worlds: tuple[int, ...]
+    engines: tuple[EngineLink, ...]
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Attachment:
     plan_seconds: float
     sent: tuple[int, ...]
     contexts: tuple[m.EngineContext, ...]
+    engines: tuple[EngineLink, ...]
     plan: Plan | None = None
 
     def close(self) -> None:
@@ -104,7 +107,10 @@ def attach(
         _offer(plan, link, epoch, group, clients, keys, settings.engine_owned, deadline)
         worlds = tuple(e.world for e in plan.engines)
         sent = tuple(plan.sent_bytes.tolist()) + (0,) * (group.size - len(plan.sent_bytes))
-        return msgspec.msgpack.encode(_Head(plan.manifest, plan.digest, seconds, sent, keys, worlds))
+        engines = tuple(
+            EngineLink(name=e.name, owned=e.owned, opaque=e.opaque, staged=e.staged_bytes) for e in plan.engines
+        )
+        return msgspec.msgpack.encode(_Head(plan.manifest, plan.digest, seconds, sent, keys, worlds, engines))
 
     head = _head.decode(group.lead(make, deadline, "the plan"))
     plan = made[0] if made else None
@@ -130,7 +136,7 @@ def attach(
         for leg in legs:
             leg.close()
         raise
-    return Attachment(epoch, head.digest, legs, head.seconds, head.sent, contexts, plan)
+    return Attachment(epoch, head.digest, legs, head.seconds, head.sent, contexts, head.engines, plan)
 
 
 def _contexts(

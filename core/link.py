@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,12 +18,14 @@ from weightlink.hooks.errors import ConfigError, PlanMismatch, VersionError, Wei
 from weightlink.hooks.manager import PluginManager
 from weightlink.hooks.settings import LinkSettings, WireSettings
 from weightlink.rendezvous import local_address_towards
-from weightlink.report import UpdateReport
+from weightlink.report import EngineLink, UpdateReport
 from weightlink.update import Update, failure
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from weightlink.hooks.protocols import TrainingAdapter
+
+logger = logging.getLogger("weightlink")
 
 _CLOSE_SECONDS = 30.0
 
@@ -91,6 +94,8 @@ class Link:
         self.id = secrets.token_hex(8)
         self.settings = settings
         self.version: int | None = None
+        #: What connecting found out about each engine; the same on every trainer rank.
+        self.engines: tuple[EngineLink, ...] = ()
         self._names = tuple(names)
         self._engines = tuple(engines)
         self._plugins = plugins
@@ -147,7 +152,7 @@ class Link:
         if self._attachment is not None:
             self._attachment.close()
             self._attachment = None
-        self._attachment = attach(
+        attachment = attach(
             link=self.id,
             epoch=self._epoch,
             group=self._group,
@@ -157,6 +162,17 @@ class Link:
             plugins=self._plugins,
             deadline=deadline,
         )
+        self._attachment, self.engines = attachment, attachment.engines
+        if self._group.rank == 0:
+            for engine in self.engines:
+                if engine.opaque:
+                    logger.info(
+                        "%s: %d tensors go through its own loader, with %d bytes of memory per rank and update: %s",
+                        engine.name,
+                        len(engine.opaque),
+                        engine.staged,
+                        "; ".join(f"{name} ({reason})" for name, reason in engine.opaque),
+                    )
 
     def _require_adapter(self) -> TrainingAdapter:
         if self._adapter is None or self._closed:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 from weightlink.converters.boxes import Boxes, overlaps
-from weightlink.converters.coverage import Violations, may_own, prove_destination, prove_sources
+from weightlink.converters.coverage import Violations, delivered, may_own, prove_destination, prove_sources
 from weightlink.hooks.errors import LayoutError
 from weightlink.hooks.geometry import CASTABLE, Int64, Layout, Regions, TensorSpec
 from weightlink.hooks.settings import WireSettings
@@ -45,7 +45,8 @@ class EngineLayouts:
 @dataclass
 class EnginePlan:
     """All copies into one engine. ``src`` is a trainer rank, ``dst`` an engine rank; ``bucket`` numbers buckets in the
-    order of their rounds."""
+    order of their rounds. ``owned`` are names that nothing writes, ``opaque`` names and reasons of what goes through
+    the engine's own loader, ``staged_bytes`` the memory that the rank that needs most of it holds for that."""
 
     name: str
     world: int
@@ -70,6 +71,8 @@ class EnginePlan:
     bucket_bytes: Int64
     bucket_direct: Int64
     owned: tuple[str, ...] = ()
+    opaque: tuple[tuple[str, str], ...] = ()
+    staged_bytes: int = 0
 
     @property
     def rounds(self) -> int:
@@ -192,6 +195,8 @@ def build_plan(
     plan.digest = _digest(plan)
     for engine, layouts in zip(plan.engines, engines, strict=True):
         engine.owned = tuple(prove_engine(engine, layouts))
+        engine.opaque = tuple(dict.fromkeys((o.name, o.reason) for t in layouts.layouts for o in t.opaque))
+        engine.staged_bytes = max((t.staged_bytes for t in layouts.layouts), default=0)
     return plan
 
 
@@ -212,6 +217,7 @@ def prove_engine(plan: EnginePlan, engine: EngineLayouts) -> list[str]:
                 rank=f"{engine.name} {layout.rank}",
                 owned=may_own(layout, engine.owns_weights, engine.declared),
                 found=found,
+                delivered=delivered(layout, f"{engine.name} {layout.rank}"),
             )
         )
     found.raise_if_any("the plan does not cover the engine's weights exactly once", COVERAGE_REMEDY)
@@ -263,14 +269,7 @@ class _Draft:
                     "a layout was observed over another manifest", rank=f"{engine.name} {layout.rank}",
                     remedy="connect again",
                 )  # fmt: skip
-            if layout.opaque:
-                raise LayoutError(
-                    f"{len(layout.opaque)} tensors cannot be written in place: "
-                    + "; ".join(f"{o.name}: {o.reason}" for o in layout.opaque[:10]),
-                    tensor=layout.opaque[0].name,
-                    rank=f"{engine.name} {layout.rank}",
-                    remedy="the engine's own load path is needed for them, which weightlink does not use yet",
-                )
+            delivered(layout, f"{engine.name} {layout.rank}")  # before the lists of what is missing because of it
         self.regions = Regions.concat(layout.regions for layout in engine.layouts)
         self.rank = np.repeat(np.arange(len(engine.layouts)), [len(layout.regions) for layout in engine.layouts])
         self.boxes = Boxes(self.regions.tensor.astype(np.int64), self.regions.lo, self.regions.size, self.regions.step)

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from weightlink.converters.coverage import Violations, may_own, prove_destination
-from weightlink.hooks.errors import LayoutError, PlanMismatch
+from weightlink.converters.coverage import Violations, delivered, may_own, prove_destination
+from weightlink.hooks.errors import PlanMismatch
 from weightlink.hooks.geometry import DIMS, ITEMSIZE, Int32, Int64, Layout, TensorSpec
 
 #: Bytes of a bucket's header, in front of a packed payload or as a message of its own before a direct one.
@@ -257,7 +257,8 @@ def verify_receive(
     owns_weights: bool = True,
     declared: Sequence[str] = (),
 ) -> list[str]:
-    """The receiver's own proof, before any byte: the program and the layout's fills write every element exactly once.
+    """The receiver's own proof, before any byte: the program, the layout's fills and, for opaque parameters, the
+    engine's own loader write every element exactly once.
 
     :returns: names of the engine-owned parameters
     Raises :class:`PlanMismatch` or :class:`CoverageError`.
@@ -266,14 +267,7 @@ def verify_receive(
         raise PlanMismatch("the program belongs to another plan", rank=rank, expected=plan_digest[:12])
     if program.manifest_digest != manifest_digest(layout.tensors):
         raise PlanMismatch("the program belongs to another manifest", rank=rank, remedy="connect again")
-    if layout.opaque:
-        first = layout.opaque[0]
-        raise LayoutError(
-            f"{len(layout.opaque)} tensors cannot be written in place: "
-            + "; ".join(f"{o.name}: {o.reason}" for o in layout.opaque[:10]),
-            tensor=first.name,
-            rank=rank,
-        )
+    loaded = delivered(layout, rank)
     verify_local(program, layout, np.arange(len(layout.tensors), dtype=np.int64), rank=rank)
     c, f = program.copies, layout.fills
     wrong = np.array([DTYPE_NUMBER.get(p.dtype, -1) for p in layout.params] or [0], np.int64)[c.param] != c.dtype
@@ -294,6 +288,7 @@ def verify_receive(
         rank=rank,
         owned=may_own(layout, owns_weights, declared),
         found=violations,
+        delivered=loaded,
     )
     violations.raise_if_any("the plan does not cover the engine's weights exactly once", COVERAGE_REMEDY)
     return owned

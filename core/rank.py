@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import ConflictError, ErrorInfo, PlanMismatch, WeightlinkError, describe
@@ -90,6 +91,8 @@ class _Update:
     mode: str
     step: str = "begun"
     phases: m.Phases = field(default_factory=m.Phases)
+    staging: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Memory of the layout's staged parameters, by position, until the engine's loader has taken it."""
 
 
 class EngineRank:
@@ -285,18 +288,20 @@ class EngineRank:
                 found=f"epoch {link.epoch}, plan {link.plan_digest[:12]}",
                 remedy="push again: the link re-forms its groups",
             )
-        self._adapter.tensors(link.layout.params)
+        self._live(link.layout, {})
         return b""
 
     def _begin(self, request: m.Begin) -> bytes:
-        self._require_link(request.link)
+        layout = self._require_link(request.link).layout
         if self._update is not None and self._update.id != request.update and not self._written:
             raise ConflictError(f"update {self._update.id} is open", rank=str(self._place))
         self._adapter.synchronize()  # the last forward may still be running on a stream of its own
+        self._update = None  # what a failed update staged is freed before memory is asked for again
+        staging = self._stage(layout)
         if not self._session:
             self._adapter.begin()
             self._session = True
-        self._update = _Update(request.update, request.version, request.pause_mode or "retract")
+        self._update = _Update(request.update, request.version, request.pause_mode or "retract", staging=staging)
         return b""
 
     def _receive(self, request: m.Begin) -> bytes:
@@ -311,14 +316,19 @@ class EngineRank:
             ready = time.monotonic()
             update.step = "receiving"
             self._written = True
-            moved = link.receiver.run(self._adapter.tensors(link.layout.params), link.channel, update.id, deadline)
+            tensors = self._live(link.layout, update.staging)
+            moved = link.receiver.run(tensors, link.channel, update.id, deadline)
             self._adapter.synchronize()
             link.channel.barrier(f"every rank to have applied update {update.id}", deadline)
             arrived = time.monotonic()
             link.receiver.check()
+            if link.layout.opaque:
+                params = link.layout.params
+                self._adapter.load([(params[n].name, tensor) for n, tensor in update.staging.items()])
             self._adapter.finish()
             self._session = False
             self._adapter.synchronize()
+            update.staging = {}
         except BaseException:
             # Nothing can be received over a channel that stopped half way: peers must notice, now.
             link.channel.abort()
@@ -330,6 +340,7 @@ class EngineRank:
             apply=moved.apply,
             finalize=time.monotonic() - arrived,
             bytes=moved.bytes,
+            staged=link.layout.staged_bytes,
         )
         return b""
 
@@ -366,6 +377,20 @@ class EngineRank:
         return b""
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _stage(self, layout: Layout) -> dict[int, torch.Tensor]:
+        """Memory for whole canonical tensors: before the session is opened, so that a lack of it changes nothing."""
+        staging: dict[int, torch.Tensor] = {}
+        for n, param in enumerate(layout.params):
+            if param.staged:
+                staging[n] = torch.empty(param.shape, dtype=getattr(torch, param.dtype), device=self._adapter.device)
+        return staging
+
+    def _live(self, layout: Layout, staging: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of all parameters, in order; without ``staging``, of those that are the engine's own."""
+        own = [n for n, param in enumerate(layout.params) if not param.staged]
+        found = dict(zip(own, self._adapter.tensors([layout.params[n] for n in own]), strict=True)) | staging
+        return [found[n] for n in sorted(found)]
 
     def _holds(self, request: m.Abort) -> bool:
         return self._link is not None and self._link.id == request.link

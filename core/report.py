@@ -6,13 +6,29 @@ import msgspec
 from weightlink.hooks.errors import ErrorInfo
 
 
+class EngineLink(msgspec.Struct, frozen=True, kw_only=True):
+    """What a link found out about one engine.
+
+    :param owned: the engine's own tensors that no update writes
+    :param opaque: destinations and canonical names that go through the engine's own loader, each with the reason
+    :param staged: bytes that a rank holds for that during an update, at most
+    """
+
+    name: str
+    owned: tuple[str, ...] = ()
+    opaque: tuple[tuple[str, str], ...] = ()
+    staged: int = 0
+
+
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's part. Seconds are the slowest rank's; ``bytes`` is the payload that its ranks received."""
+    """One engine's part. Seconds are the slowest rank's; ``bytes`` is the payload that its ranks received, ``staged``
+    the memory that the rank which needed most of it held for tensors that go through the engine's own loader."""
 
     name: str
     committed: bool
     version: int | None = None
     bytes: int = 0
+    staged: int = 0
     wait: float = 0.0
     wire: float = 0.0
     apply: float = 0.0

@@ -233,6 +233,7 @@ class Update:
                     committed=client.name in committed,
                     version=reply.version if reply is not None else None,
                     bytes=sum(p.bytes for p in phases),
+                    staged=max((p.staged for p in phases), default=0),
                     wait=max((p.wait for p in phases), default=0.0),
                     wire=max((p.wire for p in phases), default=0.0),
                     apply=max((p.apply for p in phases), default=0.0),

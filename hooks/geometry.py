@@ -7,6 +7,7 @@ to the parameter's first element. Unused trailing dimensions have ``lo=0, size=1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +63,8 @@ class ParamSpec(msgspec.Struct, frozen=True):
     :param start: first element of the parameter within its storage, in elements
     :param stride: element stride per dimension of ``shape``
     :param loaded: False when nothing but the engine itself can fill it (non-persistent buffers)
+    :param staged: memory that exists during an update only, for the whole canonical tensor ``name``, which the engine's
+        own loader then takes
     """
 
     name: str
@@ -71,6 +74,7 @@ class ParamSpec(msgspec.Struct, frozen=True):
     start: int
     stride: tuple[int, ...]
     loaded: bool = True
+    staged: bool = False
 
 
 def pad(values: Sequence[int], filler: int) -> list[int]:
@@ -188,10 +192,17 @@ class Fills:
 
 
 class Opaque(msgspec.Struct, frozen=True):
-    """A destination or a name that the replay could not follow, with the reason."""
+    """A destination or a canonical name that the replay could not follow.
+
+    :param reason: why
+    :param param: number of the parameter, if it is one
+    :param delivered: the engine's own loader is proven to take care of it when it is called with the staged tensors
+    """
 
     name: str
     reason: str
+    param: int | None = None
+    delivered: bool = False
 
 
 @dataclass
@@ -201,7 +212,8 @@ class Layout:
     :param rank: who it describes, for messages (``"trainer 3"``, ``"rank 1 (tp 1, pp 0)"``)
     :param tensors: canonical tensors that the regions index
     :param params: local tensors that the regions and fills index
-    :param opaque: what could not be followed; empty for a layout that can be written in place
+    :param opaque: what could not be followed; empty for a layout that can be written in place. No region or fill
+        touches an opaque parameter
     """
 
     rank: str
@@ -210,6 +222,11 @@ class Layout:
     regions: Regions
     fills: Fills = field(default_factory=Fills)
     opaque: tuple[Opaque, ...] = ()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that an update needs for tensors that go through the engine's own loader."""
+        return sum(math.prod(p.shape) * ITEMSIZE[p.dtype] for p in self.params if p.staged)
 
     def pack(self) -> bytes:
         """The layout as one message: tables as typed structs, columns as raw little-endian arrays."""
@@ -243,6 +260,7 @@ class Layout:
             ("tensor", self.regions.tensor, len(self.tensors)),
             ("param", self.regions.param, len(self.params)),
             ("param", self.fills.param, len(self.params)),
+            ("param", np.array([o.param for o in self.opaque if o.param is not None], np.int64), len(self.params)),
         ):
             if len(index) and not (int(index.min()) >= 0 and int(index.max()) < limit):
                 raise LayoutError(f"a layout's {what} index is out of range", rank=self.rank, expected=f"< {limit}")

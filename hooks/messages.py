@@ -200,13 +200,15 @@ Request = Describe | Observe | Attach | Join | Prepare | Begin | Commit | Abort 
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that one rank spent per phase of an update, and the payload bytes that it moved."""
+    """Seconds that one rank spent per phase of an update, the payload bytes that it moved, and the bytes of memory that
+    it held for tensors that went through the engine's own loader."""
 
     wait: float = 0.0
     wire: float = 0.0
     apply: float = 0.0
     finalize: float = 0.0
     bytes: int = 0
+    staged: int = 0
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):

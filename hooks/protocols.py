@@ -62,7 +62,8 @@ class InferenceAdapter(Protocol):
         attribute may differ afterwards (``ReplayError``)."""
 
     def tensors(self, params: Sequence[ParamSpec]) -> Sequence[torch.Tensor]:
-        """The live tensors for ``params``, resolved now. Raises ``LayoutError`` if one is gone or changed shape."""
+        """The live tensors for ``params`` (none of them staged), resolved now. Raises ``LayoutError`` if one is gone or
+        changed shape."""
 
     def require_idle(self, mode: PauseMode) -> None:
         """Raises ``NotIdle`` unless this rank is paused and runs no batch (it will be asked again), ``ConflictError``
@@ -73,6 +74,11 @@ class InferenceAdapter(Protocol):
 
     def synchronize(self) -> None:
         """Wait for the device: every copy issued so far is complete when this returns."""
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Give whole canonical tensors to the engine's own loader, all in one call, between ``begin`` and ``finish``,
+        without its post-load processing where that is separate. Called only when the layout has opaque entries, perhaps
+        with no tensors. Raises ``LayoutError`` when a parameter, buffer or attribute is in other memory afterwards."""
 
     def finish(self) -> None:
         """The engine's own post-load processing, exactly once per update."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from weightlink.hooks.geometry import Layout, ParamSpec
@@ -18,9 +18,13 @@ def poison(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def live(modules: Sequence[tuple[str, torch.nn.Module]], params: Sequence[ParamSpec]) -> list[torch.Tensor]:
-    """The tensors that a layout's parameters name."""
+    """The tensors that a layout's parameters name; new, poisoned memory for those that are staged."""
     found = []
     for param in params:
+        if param.staged:
+            found.append(torch.empty(param.shape, dtype=getattr(torch, param.dtype)))
+            poison(found[-1:])
+            continue
         for prefix, root in modules:
             value: object = root
             path = param.name.removeprefix(prefix + ".") if prefix else param.name
@@ -59,3 +63,11 @@ def write(layout: Layout, params: Sequence[torch.Tensor], tensors: Mapping[str, 
         )
         wide = source.reshape(*source.shape, *(1,) * (len(index) - source.dim()))
         view.copy_(wide[index])
+
+
+def deliver(
+    layout: Layout, params: Sequence[torch.Tensor], load: Callable[[Iterator[tuple[str, torch.Tensor]]], object]
+) -> None:
+    """Gives what was staged to the engine's own loader, in one call."""
+    if any(entry.delivered for entry in layout.opaque):
+        load((spec.name, tensor) for spec, tensor in zip(layout.params, params, strict=True) if spec.staged)

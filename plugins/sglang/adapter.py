@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import _un
 from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.common import DynamicGradMode
 from weightlink.converters import replay
+from weightlink.converters.snapshot import Snapshot
 from weightlink.hooks.errors import ConflictError, LayoutError, NotIdle
 from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
 from weightlink.hooks.messages import PROTOCOL, EngineContext, LayoutKind, RankPlace
@@ -185,8 +187,27 @@ class SGLangAdapter:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
 
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """The model's own loader over ``tensors``, in one call, without its post-load processing."""
+        self._enter()
+        model: Any = self._model
+        before = Snapshot([("", model)])
+        with _post_load_later(model):
+            model.load_weights(iter(tensors))
+        moved = [name for name, _, _, existed in before.rebound() if existed]
+        moved += before.missing()
+        if moved:
+            raise LayoutError(
+                f"the engine's loader put {len(moved)} tensors into other memory, where nobody looks for them",
+                tensor=moved[0],
+                rank=str(self._place),
+                found=", ".join(moved[:10]),
+                remedy="this model cannot be updated online; restart the engine to get rid of what was loaded",
+            )
+
     def finish(self) -> None:
-        """SGLang's post-load processing of the whole model, once."""
+        """SGLang's post-load processing of the whole model, once: the model's own ``post_load_weights``, then every
+        quantisation method."""
         self._enter()
         self._runner.weight_updater.end_weight_update(run_post_load=True)
         self._open = False
@@ -214,6 +235,24 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
         if kept in plain and name in plain:
             plain[name] = plain.pop(kept)
     return plain
+
+
+@contextlib.contextmanager
+def _post_load_later(model: Any) -> Iterator[None]:
+    """``load_weights`` of many models ends with the model's own ``post_load_weights``, for the names that it was given.
+    SGLang's end of an update runs it for the whole model, so that it must not run here too."""
+    if not hasattr(model, "post_load_weights"):
+        yield
+        return
+    own = vars(model).get("post_load_weights")
+    model.post_load_weights = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.post_load_weights
+        else:
+            model.post_load_weights = own
 
 
 def _dtype(tensor: torch.Tensor) -> str:
