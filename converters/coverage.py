@@ -115,7 +115,7 @@ def may_own(layout: Layout, owns_weights: bool, declared: Sequence[str]) -> list
     def owned(p: ParamSpec) -> bool:
         return not p.loaded or (owns_weights and any(fnmatch.fnmatchcase(p.name, pattern) for pattern in declared))
 
-    return [n for n, p in enumerate(layout.params) if n not in touched and owned(p)]
+    return [n for n, p in enumerate(layout.params) if n not in touched and not p.staged and owned(p)]
 
 
 def delivered(layout: Layout, rank: str) -> list[int]:

@@ -92,7 +92,7 @@ class _Update:
     step: str = "begun"
     phases: m.Phases = field(default_factory=m.Phases)
     staging: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Memory of the layout's staged parameters, by position, until the engine's loader has taken it."""
+    """Memory of the layout's staged parameters, by position, while the update is received."""
 
 
 class EngineRank:
@@ -328,11 +328,14 @@ class EngineRank:
             self._adapter.finish()
             self._session = False
             self._adapter.synchronize()
-            update.staging = {}
         except BaseException:
             # Nothing can be received over a channel that stopped half way: peers must notice, now.
             link.channel.abort()
             raise
+        finally:
+            if update.staging:
+                update.staging = {}
+                link.receiver.unbind()
         update.step = "applied"
         update.phases = m.Phases(
             wait=ready - started,

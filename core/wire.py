@@ -112,6 +112,10 @@ class _Side:
             self._bound = (key, [self._bind_one(n, live) for n in range(len(self.program.buckets))])
         return self._bound[1]
 
+    def unbind(self) -> None:
+        """Forget the live tensors, which the buckets would keep from being freed."""
+        self._bound = None
+
     def _bind_one(self, number: int, tensors: Sequence[torch.Tensor]) -> _Bucket:
         c, b = self.program.copies, self.program.buckets
         views, places = [], []

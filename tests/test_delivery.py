@@ -1,0 +1,142 @@
+"""What the replay cannot follow goes through the engine's own loader: real SGLang models, judged by their own load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import toys
+from warm import shared
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("delivery")
+
+
+def mamba2() -> tuple[Any, dict[str, torch.Tensor]]:
+    """SGLang's Mamba2 (``A = -exp(A_log)`` in its loader) and a checkpoint by transformers."""
+    import transformers
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.models.mamba2 import Mamba2ForCausalLM
+
+    config = transformers.Mamba2Config(
+        vocab_size=250, hidden_size=128, num_hidden_layers=2, num_heads=8, head_dim=32, n_groups=2, state_size=24,
+        expand=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    # SGLang expects what older files have.
+    config.intermediate_size, config.rms_norm = config.expand * config.hidden_size, True
+    torch.manual_seed(0)
+    state = transformers.Mamba2ForCausalLM(config).state_dict()
+    with set_default_torch_dtype(torch.bfloat16):
+        model = Mamba2ForCausalLM(config)
+    return model, {name: torch.randn_like(t).to(torch.bfloat16) for name, t in state.items()}
+
+
+def coupled(runner: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """DeepSeek-V3 whose fused ``q_a_proj`` and ``kv_a_proj_with_mqa`` are computed with, in layer 1 only."""
+    from safetensors.torch import load_file
+    from sglang.srt.model_loader.weight_utils import composed_weight_loader
+
+    fused = runner.model.model.layers[1].self_attn.fused_qkv_a_proj_with_mqa.weight
+    loader = fused.weight_loader
+    del fused.weight_loader
+    fused.weight_loader = composed_weight_loader(loader, lambda p: 1.5 * p.data)
+    return runner.model, load_file(Path(runner.server_args.model_path) / "model.safetensors")
+
+
+def cell(runner: Any, kind: str) -> dict[str, Any]:
+    """An update by the adapter: regions into poisoned memory, then its loader. In a rank's process."""
+    from oracle import deliver, live, poison, write
+    from sglang.srt.runtime_context import get_parallel
+    from weightlink.hooks.geometry import TensorSpec
+    from weightlink.hooks.messages import RankPlace
+    from weightlink.plugins.sglang.adapter import SGLangAdapter
+
+    model, tensors = mamba2() if kind == "mamba2" else coupled(runner)
+    runner.model = model
+    tp = get_parallel()
+    adapter = SGLangAdapter(
+        SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner)),
+        RankPlace(tp.tp_rank, tp.tp_size, tp.tp_rank, tp.tp_size, 0, 1),
+        ("p2p",),
+    )
+    specs = [TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
+    calls = {"load": 0, "post": 0}
+    for name, count in (("load_weights", "load"), ("post_load_weights", "post")):
+        if hasattr(model, name):
+            counted(type(model), name, calls, count)
+
+    model.load_weights(iter(tensors.items()))
+    runner.weight_updater.end_weight_update(run_post_load=True)
+    layout = adapter.observe(specs, "hf")
+    params = live([("", model)], layout.params)
+    own = [p for spec, p in zip(layout.params, params, strict=True) if spec.loaded and not spec.staged]
+    names = [spec.name for spec in layout.params if spec.loaded and not spec.staged]
+    derived = {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name in ("w_kc", "w_vc") and isinstance(value, torch.Tensor)
+    }
+    want, wanted = [t.clone() for t in own], {name: t.clone() for name, t in derived.items()}
+    poison([*own, *derived.values()])
+    adapter.begin()
+    write(layout, params, tensors)
+    calls.update(load=0, post=0)
+    deliver(layout, params, lambda weights: adapter.load(list(weights)))
+    adapter.finish()
+    return {
+        "different": [n for n, a, b in zip(names, want, own, strict=True) if not same(a, b)]
+        + [n for n, t in wanted.items() if not same(t, derived[n])],
+        "opaque": [(o.name, o.delivered) for o in layout.opaque],
+        "staged": [p.name for p in layout.params if p.staged],
+        "bytes": layout.staged_bytes,
+        "calls": calls,
+        "params": len(names),
+        "derived": len(derived),
+    }
+
+
+def counted(owner: type, name: str, calls: dict[str, int], count: str) -> None:
+    real = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[count] += 1
+        return real(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def test_post_transformed_weights_of_mamba(folder: Path) -> None:
+    ranks = shared().run("test_delivery:cell", toys.make("qwen3", folder / "qwen3"), tp=2, arguments={"kind": "mamba2"})
+    print(ranks)
+    for rank in ranks:
+        assert rank["different"] == []
+        logs = [f"backbone.layers.{n}.mixer.A_log" for n in range(2)]
+        assert {name for name, _ in rank["opaque"]} == {*logs, *(f"model.layers.{n}.mixer.A" for n in range(2))}
+        assert all(delivered for _, delivered in rank["opaque"])
+        assert rank["staged"] == logs
+        assert rank["bytes"] == 2 * 8 * 2
+        assert rank["calls"]["load"] == 1
+
+
+def test_a_coupled_group_goes_in_one_call_and_post_load_runs_once(folder: Path) -> None:
+    ranks = shared().run(
+        "test_delivery:cell", toys.make("deepseek_v3", folder / "deepseek_v3"), tp=2, arguments={"kind": "coupled"}
+    )
+    print(ranks)
+    for rank in ranks:
+        assert rank["different"] == []
+        attention = "model.layers.1.self_attn"
+        assert rank["staged"] == [f"{attention}.kv_a_proj_with_mqa.weight", f"{attention}.q_a_proj.weight"]
+        assert all(delivered for _, delivered in rank["opaque"])
+        assert rank["calls"] == {"load": 1, "post": 1}
+        assert rank["derived"] == 4
