@@ -33,6 +33,11 @@ SPREAD = [
     Cell("qwen3_moe", 1, {}, {"tp": 2, "ep": 2}),
     Cell("qwen3_moe_uneven", 2, {"ep": 2}, {"tp": 2}),
     Cell("qwen3_moe_uneven", 2, {"tp": 2}, {"pp": 2}),
+    Cell("qwen2_moe", 4, {"tp": 2, "ep": 2, "etp": 2}, {"tp": 2}),
+    Cell("mixtral", 2, {"ep": 2}, {"tp": 2, "ep": 2}),
+    Cell("glm4_moe", 4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, {"tp": 2}, dtype="bfloat16"),
+    Cell("bailing_moe_v2", 2, {"tp": 2}, {"tp": 2}, dtype="bfloat16"),
+    Cell("bailing_moe", 1, {}, {"tp": 2}),
 ]
 
 DENSE = (
@@ -51,6 +56,13 @@ LAYOUTS = {
     "qwen2": DENSE,
     "qwen3_moe": MOE,
     "qwen3_moe_uneven": MOE,
+    "qwen2_moe": MOE,
+    "mixtral": MOE,
+    "glm4": DENSE,
+    "glm4_moe": MOE,
+    "glm4_moe_air": MOE,
+    "bailing_moe": MOE,
+    "bailing_moe_v2": MOE,
 }
 FULL = [
     Cell(family, world, trainer, engine)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import toys_moe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -49,20 +51,6 @@ def _llama_tied() -> tuple[Any, dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(head_dim=48, **{**_COMMON, "vocab_size": 251, "tie_word_embeddings": True})), {}
-
-
-def _qwen2_moe() -> tuple[Any, dict[str, Any]]:
-    """Experts 72 wide: at TP2 SGLang's shard of 36 is not aligned, so that its loader pads."""
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-
-    config = Qwen2MoeConfig(
-        moe_intermediate_size=72,
-        shared_expert_intermediate_size=160,
-        num_experts=4,
-        num_experts_per_tok=2,
-        **_COMMON,
-    )
-    return Qwen2MoeForCausalLM(config), {}
 
 
 def _qwen3_moe(width: int = 96) -> tuple[Any, dict[str, Any]]:
@@ -114,12 +102,12 @@ def _deepseek_v3() -> tuple[Any, dict[str, Any]]:
 _FAMILIES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "qwen3": _qwen3,
     "llama_tied": _llama_tied,
-    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "qwen3_moe_uneven": lambda: _qwen3_moe(72),
     "qwen3_deep": _qwen3_deep,
     "qwen2": _qwen2,
     "deepseek_v3": _deepseek_v3,
+    **toys_moe.TOYS,
 }
 
 
@@ -141,6 +129,9 @@ def make(family: str, path: Path | str) -> Path:
     path = Path(path)
     if (path / "config.json").exists():
         return path
+    if family in toys_moe.WRITTEN:
+        toys_moe.WRITTEN[family](path)
+        return path
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
@@ -153,7 +144,12 @@ def make(family: str, path: Path | str) -> Path:
             for buffer in model.buffers():
                 if buffer.dtype == torch.float32 and buffer.dim() == 1:
                     buffer.add_(torch.rand_like(buffer) * 0.1)
-        model.to(torch.bfloat16).save_pretrained(path)
+        # As checkpoints have it: the routers' correction biases stay fp32.
+        kept = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+        model.to(torch.bfloat16)
+        for name, value in kept.items():
+            model.get_buffer(name).data = value
+        model.save_pretrained(path)
     finally:
         torch.random.set_rng_state(state)
     config = json.loads((path / "config.json").read_text())
@@ -168,7 +164,7 @@ def coded(plain: Path, path: Path) -> Path:
     """
     if (path / "config.json").exists():
         return path
-    path.mkdir()
+    shutil.copytree(plain, path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     first = 1
     tensors = load_file(plain / "model.safetensors")
     for name, tensor in tensors.items():

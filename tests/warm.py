@@ -205,6 +205,7 @@ def _runner(request: dict[str, Any], rank: int, port: int) -> Any:
         skip_tokenizer_init=True,
         mem_fraction_static=0.5,
         max_total_tokens=512,
+        trust_remote_code=True,  # some toys bring a configuration class, as their families do
         tp_size=tp,
         pp_size=pp,
         ep_size=request["ep"],

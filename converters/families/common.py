@@ -60,3 +60,16 @@ EXPERTS = in_layer(
     Rule("mlp.experts.experts.{E}.linear_fc1.weight_v", "mlp.experts.{E}.up_proj.weight"),
     Rule("mlp.experts.experts.{E}.linear_fc2.weight", "mlp.experts.{E}.down_proj.weight"),
 )
+
+ROUTER_BIAS = in_layer(Rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"))
+
+
+def shared_experts(name: str) -> tuple[Rule, ...]:
+    """Megatron's shared experts, which are one MLP, under Hugging Face's ``mlp.<name>``."""
+    gate, up, down = (f"mlp.{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return in_layer(
+        Rule("mlp.shared_experts.linear_fc1.weight", ((gate, "shared_ffn"), (up, "shared_ffn"))),
+        Rule("mlp.shared_experts.linear_fc1.weight_w", gate),
+        Rule("mlp.shared_experts.linear_fc1.weight_v", up),
+        Rule("mlp.shared_experts.linear_fc2.weight", down),
+    )

@@ -6,38 +6,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-
-def experts_of(hf: dict[str, Any]) -> int | None:
-    """Routed experts per layer, None for a dense model. Newer writers use the second name."""
-    return hf.get("num_experts") or hf.get("num_local_experts")
+from weightlink.hooks.errors import ConfigError
+from weightlink.plugins.megatron.cpu.moe import moe_options
 
 
 def transformer_config(hf: dict[str, Any], *, dtype: torch.dtype, **parallel: Any) -> Any:
-    """A ``TransformerConfig`` for a Hugging Face configuration (Llama, Qwen2, Qwen3, Qwen3-MoE).
+    """A ``TransformerConfig`` for a Hugging Face configuration.
 
     :param parallel: Megatron's own names, e.g. ``tensor_model_parallel_size``
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     architecture = hf["architectures"][0]
-    experts = experts_of(hf)
-    options: dict[str, Any] = {}
-    if experts:
-        period, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-        options = {
-            "num_moe_experts": experts,
-            "moe_router_topk": hf["num_experts_per_tok"],
-            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-            # Softmax over all experts and then the largest, unless the chosen ones are normalised again.
-            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "allgather",
-            "moe_grouped_gemm": False,
-            "moe_layer_freq": [
-                int(layer not in dense and (layer + 1) % period == 0) for layer in range(hf["num_hidden_layers"])
-            ],
-        }
     return TransformerConfig(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -49,8 +29,9 @@ def transformer_config(hf: dict[str, Any], *, dtype: torch.dtype, **parallel: An
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
-        qk_layernorm=architecture.startswith("Qwen3"),
-        add_qkv_bias=architecture.startswith("Qwen2"),
+        qk_layernorm=architecture.startswith("Qwen3") or bool(hf.get("use_qk_norm")),
+        add_qkv_bias=architecture.startswith("Qwen2") or bool(hf.get("attention_bias") or hf.get("use_qkv_bias")),
+        rotary_interleaved=architecture in ("GlmForCausalLM", "Glm4ForCausalLM"),
         add_bias_linear=False,
         use_cpu_initialization=True,
         params_dtype=dtype,
@@ -63,6 +44,19 @@ def transformer_config(hf: dict[str, Any], *, dtype: torch.dtype, **parallel: An
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **options,
+        **moe_options(hf),
         **parallel,
     )
+
+
+def rotary_options(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ``GPTModel`` arguments for rotary embeddings. Raises :class:`ConfigError` for scaled ones."""
+    rope = hf.get("rope_parameters") or hf
+    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
+        raise ConfigError("a model with scaled rotary embeddings cannot be built here", found=rope)
+    share = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": rope.get("rope_theta", 10000),
+        "rotary_percent": share,
+    }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from weightlink.hooks.errors import ConfigError
-from weightlink.plugins.megatron.cpu.configs import experts_of, transformer_config
+from weightlink.plugins.megatron.cpu.configs import rotary_options, transformer_config
+from weightlink.plugins.megatron.cpu.moe import experts_of
 from weightlink.plugins.megatron.cpu.patches import install_cpu_patches
 
 
@@ -35,9 +35,6 @@ def build_model(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
-    rope = hf.get("rope_parameters") or hf
-    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
-        raise ConfigError("a model with scaled rotary embeddings cannot be built here", found=rope)
     parallel_state.initialize_model_parallel(
         tp,
         pp,
@@ -70,8 +67,7 @@ def build_model(
             max_sequence_length=max_sequence_length,
             pre_process=stage == 0 and chunk == 0,
             post_process=stage == pp - 1 and chunk == (vpp or 1) - 1,
-            position_embedding_type="rope",
-            rotary_base=rope.get("rope_theta", 10000),
+            **rotary_options(hf),
             share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
             vp_stage=vp_stage,
         )

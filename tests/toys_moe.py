@@ -1,0 +1,200 @@
+"""Toys of the mixture-of-experts families and of dense GLM-4."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 250,
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def _qwen2_moe() -> tuple[Any, dict[str, Any]]:
+    """Experts 72 wide: at TP2 SGLang's shard of 36 is not aligned, so that its loader pads. One dense layer."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(
+        moe_intermediate_size=72,
+        shared_expert_intermediate_size=112,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        **{**_COMMON, "num_hidden_layers": 3},
+    )
+    return Qwen2MoeForCausalLM(config), {}
+
+
+def _mixtral() -> tuple[Any, dict[str, Any]]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(head_dim=48, num_local_experts=4, num_experts_per_tok=2, **_COMMON)), {}
+
+
+def _glm4_moe(**changes: Any) -> tuple[Any, dict[str, Any]]:
+    """One dense layer, two with experts; groups of experts; half of each head is rotated."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    options = {
+        "head_dim": 48,
+        "moe_intermediate_size": 96,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 0,
+        **_COMMON,
+        "num_hidden_layers": 3,
+        **changes,
+    }
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**options)), {}
+
+
+def _glm4() -> tuple[Any, dict[str, Any]]:
+    """Gate and up projection in one matrix; norms after attention and MLP."""
+    from transformers import Glm4Config, Glm4ForCausalLM
+
+    return Glm4ForCausalLM(Glm4Config(head_dim=48, attention_bias=True, pad_token_id=0, **_COMMON)), {}
+
+
+def _glm() -> tuple[Any, dict[str, Any]]:
+    """The models before 0414: no further norms."""
+    from transformers import GlmConfig, GlmForCausalLM
+
+    return GlmForCausalLM(GlmConfig(head_dim=48, attention_bias=True, pad_token_id=0, **_COMMON)), {}
+
+
+TOYS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "qwen2_moe": _qwen2_moe,
+    "mixtral": _mixtral,
+    "glm4_moe": _glm4_moe,
+    "glm4_moe_air": lambda: _glm4_moe(use_qk_norm=False, attention_bias=False, moe_intermediate_size=72),
+    "glm4": _glm4,
+    "glm": _glm,
+}
+
+
+# --- families that only their authors' own code describes: written by hand, after SGLang's model file -----------------
+
+_CONFIGURATION = """
+from transformers import PretrainedConfig
+
+
+class ToyConfig(PretrainedConfig):
+    model_type = "bailing_moe"
+"""
+
+
+def _bailing_config(architecture: str) -> dict[str, Any]:
+    second = architecture == "BailingMoeV2ForCausalLM"
+    config = {
+        "architectures": [architecture],
+        "model_type": "bailing_moe",
+        "auto_map": {"AutoConfig": "configuration_toy.ToyConfig"},
+        **_COMMON,
+        "num_hidden_layers": 3,
+        "head_dim": 48,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "use_bias": False,
+        "use_qkv_bias": not second,
+        "use_qk_norm": second,
+        "norm_head": False,
+        "norm_topk_prob": True,
+        "embedding_dropout": 0.0,
+        "output_dropout": 0.0,
+        "rope_theta": 600000,
+        "rope_scaling": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 96,
+        "first_k_dense_replace": 1 if second else 0,
+    }
+    if second:
+        config |= {
+            "partial_rotary_factor": 0.5,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "router_dtype": "fp32",
+        }
+    return config
+
+
+def _bailing_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, head = config["hidden_size"], config["head_dim"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.word_embeddings.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config["vocab_size"], hidden),
+    }
+
+    def mlp(base: str, width: int) -> dict[str, tuple[int, ...]]:
+        shape = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        return {f"{base}.{name}_proj.weight": size for name, size in shape.items()}
+
+    for layer in range(config["num_hidden_layers"]):
+        base = f"model.layers.{layer}."
+        qkv = f"{base}attention.query_key_value."
+        shapes |= {
+            f"{base}input_layernorm.weight": (hidden,),
+            f"{base}post_attention_layernorm.weight": (hidden,),
+            f"{qkv}weight": ((heads + 2 * groups) * head, hidden),
+            f"{base}attention.dense.weight": (hidden, heads * head),
+        }
+        if config["use_qkv_bias"]:
+            shapes[f"{qkv}bias"] = ((heads + 2 * groups) * head,)
+        if config["use_qk_norm"]:
+            shapes |= {f"{base}attention.{name}_layernorm.weight": (head,) for name in ("query", "key")}
+        if layer < config["first_k_dense_replace"]:
+            shapes |= mlp(f"{base}mlp", config["intermediate_size"])
+            continue
+        shapes[f"{base}mlp.gate.weight"] = (config["num_experts"], hidden)
+        if config.get("moe_router_enable_expert_bias"):
+            shapes[f"{base}mlp.gate.expert_bias"] = (config["num_experts"],)
+        for expert in range(config["num_experts"]):
+            shapes |= mlp(f"{base}mlp.experts.{expert}", config["moe_intermediate_size"])
+        shapes |= mlp(f"{base}mlp.shared_experts", config["num_shared_experts"] * config["moe_intermediate_size"])
+    return shapes
+
+
+def _write_bailing(architecture: str, path: Path) -> None:
+    config = _bailing_config(architecture)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, shape in _bailing_shapes(config).items():
+        value = torch.randn(shape, generator=generator) * (0.02 if len(shape) == 2 else 0.1)
+        value = value + 1 if "norm" in name else value
+        tensors[name] = value if name.endswith("expert_bias") else value.to(torch.bfloat16)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "configuration_toy.py").write_text(_CONFIGURATION)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+
+
+WRITTEN: dict[str, Callable[[Path], None]] = {
+    "bailing_moe": lambda path: _write_bailing("BailingMoeForCausalLM", path),
+    "bailing_moe_v2": lambda path: _write_bailing("BailingMoeV2ForCausalLM", path),
+}
