@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -216,8 +217,7 @@ class Grid:
     def _trainer(self, cell: Cell) -> Trained:
         key = f"{cell.family}-{cell.dtype}-{cell.world}-{json.dumps(dict(cell.trainer), sort_keys=True)}"
         if key not in self._trained:
-            out = self._folder / f"trainer{len(self._trained)}"
-            out.mkdir()
+            out = Path(mkdtemp(prefix="trainer", dir=self._folder))
             path = str(self.checkpoint(cell.family, cell.dtype))
             self._megatron.run("layout", cell.world, path=path, out=str(out), dtype=cell.dtype, **cell.trainer)
             layouts = [Layout.unpack((out / f"{rank}.layout").read_bytes()) for rank in range(cell.world)]
@@ -231,8 +231,7 @@ class Grid:
     def _engine(self, cell: Cell, manifest: Sequence[TensorSpec]) -> Loaded:
         key = f"{cell.family}-{cell.dtype}-{json.dumps(dict(cell.engine), sort_keys=True)}"
         if key not in self._loaded:
-            out = self._folder / f"engine{len(self._loaded)}"
-            out.mkdir()
+            out = Path(mkdtemp(prefix="engine", dir=self._folder))
             specs = [{"name": t.name, "shape": t.shape, "dtype": t.dtype} for t in manifest]
             (out / "manifest.json").write_text(json.dumps(specs))
             ranks = len(

@@ -24,7 +24,10 @@ _COMMON: dict[str, Any] = {
 
 
 def _qwen2_moe() -> tuple[Any, dict[str, Any]]:
-    """Experts 72 wide: at TP2 SGLang's shard of 36 is not aligned, so that its loader pads. One dense layer."""
+    """Experts 72 wide: at TP2 SGLang's shard of 36 is not aligned, so that its loader pads.
+
+    No dense layers (``mlp_only_layers``): SGLang builds experts in every layer.
+    """
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     config = Qwen2MoeConfig(
@@ -32,20 +35,21 @@ def _qwen2_moe() -> tuple[Any, dict[str, Any]]:
         shared_expert_intermediate_size=112,
         num_experts=4,
         num_experts_per_tok=2,
-        mlp_only_layers=[0],
-        **{**_COMMON, "num_hidden_layers": 3},
+        **_COMMON,
     )
     return Qwen2MoeForCausalLM(config), {}
 
 
 def _mixtral() -> tuple[Any, dict[str, Any]]:
+    """SGLang takes hidden / heads for the width of a head, so that q_proj is square."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(head_dim=48, num_local_experts=4, num_experts_per_tok=2, **_COMMON)), {}
+    config = MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **{**_COMMON, "hidden_size": 192})
+    return MixtralForCausalLM(config), {}
 
 
 def _glm4_moe(**changes: Any) -> tuple[Any, dict[str, Any]]:
-    """One dense layer, two with experts; groups of experts; half of each head is rotated."""
+    """One dense layer, one with experts; groups of experts; half of each head is rotated."""
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
     options = {
@@ -62,7 +66,6 @@ def _glm4_moe(**changes: Any) -> tuple[Any, dict[str, Any]]:
         "use_qk_norm": True,
         "num_nextn_predict_layers": 0,
         **_COMMON,
-        "num_hidden_layers": 3,
         **changes,
     }
     return Glm4MoeForCausalLM(Glm4MoeConfig(**options)), {}
@@ -110,7 +113,6 @@ def _bailing_config(architecture: str) -> dict[str, Any]:
         "model_type": "bailing_moe",
         "auto_map": {"AutoConfig": "configuration_toy.ToyConfig"},
         **_COMMON,
-        "num_hidden_layers": 3,
         "head_dim": 48,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -121,8 +123,7 @@ def _bailing_config(architecture: str) -> dict[str, Any]:
         "norm_topk_prob": True,
         "embedding_dropout": 0.0,
         "output_dropout": 0.0,
-        "rope_theta": 600000,
-        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 600000},
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "num_shared_experts": 2,
