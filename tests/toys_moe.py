@@ -72,10 +72,14 @@ def _glm4_moe(**changes: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _glm4() -> tuple[Any, dict[str, Any]]:
-    """Gate and up projection in one matrix; norms after attention and MLP."""
+    """Gate and up projection in one matrix; norms after attention and MLP.
+
+    192 wide: SGLang on CPUs cannot load such a matrix when it would have to pad the shards to whole blocks of 32.
+    """
     from transformers import Glm4Config, Glm4ForCausalLM
 
-    return Glm4ForCausalLM(Glm4Config(head_dim=48, attention_bias=True, pad_token_id=0, **_COMMON)), {}
+    changes = {"intermediate_size": 192, "head_dim": 48, "attention_bias": True, "pad_token_id": 0}
+    return Glm4ForCausalLM(Glm4Config(**{**_COMMON, **changes})), {}
 
 
 def _glm() -> tuple[Any, dict[str, Any]]:

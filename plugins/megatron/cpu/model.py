@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from weightlink.plugins.megatron.cpu.configs import rotary_options, transformer_config
 from weightlink.plugins.megatron.cpu.moe import experts_of
+from weightlink.plugins.megatron.cpu.output_norms import add_output_norms
 from weightlink.plugins.megatron.cpu.patches import install_cpu_patches
 
 
@@ -60,6 +61,8 @@ def build_model(
             spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
         else:
             spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+            if hf["architectures"][0] == "Glm4ForCausalLM":
+                add_output_norms(spec)
         model = GPTModel(
             config,
             spec,
