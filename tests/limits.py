@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-LIMITS: dict[str, dict[str, str]] = {}
+LIMITS: dict[str, dict[str, str]] = {
+    "bailing_moe": {"logits": "transformers has no Bailing MoE: its authors' own code is the only reference"},
+}

@@ -45,7 +45,15 @@ DENSE = (
     ({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}),
 )
 MOE = (
-    (*DENSE[0], (2, {"ep": 2}), (2, {"tp": 2, "etp": 1}), (2, {"ep": 2, "etp": 1}), (4, {"ep": 2, "pp": 2})),
+    (
+        *DENSE[0],
+        (2, {"ep": 2}),
+        (2, {"tp": 2, "etp": 1}),
+        (2, {"etp": 2}),
+        (4, {"ep": 2, "pp": 2}),
+        (4, {"ep": 2, "etp": 2}),
+        (4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+    ),
     (*DENSE[1], {"tp": 2, "ep": 2}),
 )
 #: Trainer layouts and engine layouts of each family. The full grid is every pair of them.

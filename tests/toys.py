@@ -116,6 +116,9 @@ FAMILY = {
     "llama_tied": "llama",
     "qwen3_deep": "qwen3",
     "qwen3_moe_uneven": "qwen3_moe",
+    "glm": "glm4",
+    "glm4_moe_air": "glm4_moe",
+    "bailing_moe_v2": "bailing_moe",
 }
 
 

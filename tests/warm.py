@@ -32,6 +32,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 START_SECONDS = 240.0
+MODELS = ["qwen3", "llama", "qwen2_moe", "qwen3_moe", "deepseek_v2", "mixtral", "glm4", "glm4_moe", "bailing_moe"]
+"""SGLang's model files that the parent imports once for all ranks."""
 
 
 class CellFailed(AssertionError):
@@ -131,8 +133,9 @@ def _serve() -> None:
     # Whatever SGLang prints must not mix with the answers.
     os.dup2(2, 1)
     sys.modules["flash_mla"] = None  # type: ignore[assignment]
-    for name in ("sglang.benchmark.one_batch", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "deepseek_v2"):
-        importlib.import_module(name if "." in name else f"sglang.srt.models.{name}")
+    importlib.import_module("sglang.benchmark.one_batch")
+    for name in MODELS:
+        importlib.import_module(f"sglang.srt.models.{name}")
     answers.write(b"{}\n")
     answers.flush()
     for line in sys.stdin.buffer:
