@@ -1,4 +1,4 @@
-"""Norms after attention and MLP (GLM-4), which Megatron-Core has no place for. Trainers add such modules to the layer."""
+"""Norms after attention and MLP (GLM-4), for which Megatron-Core has no place. Trainers add them to the layer."""
 
 from __future__ import annotations
 
