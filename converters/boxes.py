@@ -128,3 +128,28 @@ def _intersect(
         step[here] = both
     size = np.where(last >= first, (last - first) // step + 1, 0)
     return first, size, np.where(size == 1, 1, step)
+
+
+def union_volume(boxes: Boxes, groups: int) -> Int64:
+    """Elements per group, of ``groups``, that lie in at least one box."""
+    volume = np.zeros(groups, np.int64)
+    first, _ = boxes.unique()
+    whole = boxes.take(first)
+    np.add.at(volume, whole.group, whole.numel)
+    pairs = overlaps(whole, whole)
+    for group in np.unique(whole.group[pairs.a[pairs.a < pairs.b]]).tolist():
+        volume[group] = _union(whole.take(np.flatnonzero(whole.group == group)))
+    return volume
+
+
+def _union(boxes: Boxes) -> int:
+    """Along each dimension the indices that the same boxes hold are one class, so that only classes are counted."""
+    inside, counts = np.ones((len(boxes), *[1] * DIMS), bool), np.ones([1] * DIMS, np.int64)
+    for dim in range(DIMS):
+        held = np.zeros((len(boxes), int(boxes.hi[:, dim].max()) + 1), bool)
+        for n in range(len(boxes)):
+            held[n, boxes.lo[n, dim] : boxes.hi[n, dim] + 1 : boxes.step[n, dim]] = True
+        classes, count = np.unique(held, axis=1, return_counts=True)
+        axis = [-1 if d == dim else 1 for d in range(DIMS)]
+        inside, counts = inside & classes.reshape(len(boxes), *axis), counts * count.reshape(axis)
+    return int(counts[inside.any(axis=0)].sum())

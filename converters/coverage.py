@@ -67,6 +67,33 @@ def prove_sources(manifest: Sequence[TensorSpec], boxes: Boxes, ranks: Sequence[
     )
 
 
+def prove_reads(layout: Layout, found: Violations) -> None:
+    """Every region of a source layout must lie within the elements of its parameter."""
+    r, params = layout.regions, layout.params
+    _, is_box = param_boxes(params, r.param.astype(np.int64), r.offset, r.size, r.stride)
+    extent = _extent(params)
+    for row in np.flatnonzero(~is_box):
+        spec = params[int(r.param[row])]
+        offset, size, stride = r.offset[row], r.size[row], r.stride[row]
+        last = int(offset + ((size - 1) * stride).sum())
+        inside = int(offset) >= 0 and bool((stride >= 0).all()) and last < int(extent[int(r.param[row])])
+        if inside and int(extent[int(r.param[row])]) != int(np.prod(spec.shape, dtype=np.int64)):
+            inside = _within_elements(spec, int(offset), size, stride)
+        if not inside:
+            name = layout.tensors[int(r.tensor[row])].name
+            found.add(name, layout.rank, f"is read from beyond the elements of {spec.name}")
+
+
+def _within_elements(spec: ParamSpec, offset: int, size: Int64, stride: Int64) -> bool:
+    """Whether a view stays on the elements of a parameter with gaps; False if that is too large to tell."""
+    extent = int(_extent([spec])[0])
+    if extent > COUNT_LIMIT:
+        return False
+    own = np.zeros(extent, bool)
+    np.lib.stride_tricks.as_strided(own, spec.shape or (1,), spec.stride or (1,))[...] = True
+    return bool(np.lib.stride_tricks.as_strided(own[offset:], size.tolist(), stride.tolist()).all())
+
+
 def _prove_tiling(
     boxes: Boxes,
     volume: Int64,
@@ -157,7 +184,7 @@ def prove_destination(
     may_own, loaded = set(owned), set(delivered)
     volume = np.array([int(np.prod(p.shape, dtype=np.int64)) for p in params], np.int64)
     boxes, is_box = param_boxes(params, param, offset, size, stride)
-    outside = np.zeros(len(param), bool)
+    outside = (size < 1).any(axis=1)
     outside |= (offset < 0) | (stride < 0).any(axis=1) | (_last(offset, size, stride) >= _extent(params)[param])
     for row in np.flatnonzero(outside)[:20]:
         found.add(params[int(param[row])].name, rank, "a write reaches beyond the parameter")
@@ -269,13 +296,30 @@ def _count(spec: ParamSpec, offset: Int64, size: Int64, stride: Int64, rank: str
         return
     times = np.zeros(extent, np.uint16)
     for o, n, s in zip(offset, size, stride, strict=True):
-        view = np.lib.stride_tricks.as_strided(times[int(o) :], n.tolist(), [int(x) * times.itemsize for x in s])
-        view += 1
+        if _nested(n, s):
+            view = np.lib.stride_tricks.as_strided(times[int(o) :], n.tolist(), [int(x) * times.itemsize for x in s])
+            view += 1
+        else:  # it may meet itself, which an addition in place would not notice
+            np.add.at(times, int(o) + (np.indices(n.tolist()) * s.reshape(-1, *[1] * len(n))).sum(axis=0), 1)
     mine = np.lib.stride_tricks.as_strided(
         times, spec.shape or (1,), [s * times.itemsize for s in spec.stride] or [times.itemsize]
     )
     missing, doubled = int((mine == 0).sum()), int((mine > 1).sum())
+    stray = int(times.sum(dtype=np.int64) - mine.sum(dtype=np.int64))
+    if stray:
+        found.add(spec.name, rank, f"{stray} elements are written between those of the parameter")
     if missing:
         found.add(spec.name, rank, f"{missing} of {numel} missing")
     if doubled:
         found.add(spec.name, rank, f"{doubled} of {numel} written more than once")
+
+
+def _nested(size: Int64, stride: Int64) -> bool:
+    """Whether every dimension steps over all that the smaller ones reach, so that no element comes twice."""
+    reach = 0
+    for s, n in sorted(zip(stride.tolist(), size.tolist(), strict=True)):
+        if n > 1:
+            if s <= reach:
+                return False
+            reach += (n - 1) * s
+    return True

@@ -20,7 +20,7 @@ from weightlink.converters import affine
 from weightlink.converters.affine import Affine, TooComplex
 from weightlink.converters.operators import RULES, Moves, Rule, pairs, rule_of, span, tensors, without_data
 from weightlink.hooks.errors import ReplayError
-from weightlink.hooks.geometry import CASTABLE, TensorSpec
+from weightlink.hooks.geometry import CASTABLE, QUANTISED, Quantised, TensorSpec
 
 CONSTANT = -1
 
@@ -154,6 +154,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         """Canonical tensors that went into ``tensor``, which the loader left somewhere."""
         cell = self.cells.get(key(tensor))
         return cell.sources if cell is not None else frozenset()
+
+    def quantised(self) -> tuple[Quantised, ...]:
+        """Canonical numbers that went into memory of a dtype that a cast does not lead to."""
+        found = {
+            Quantised(self.specs[source].name, dtype_name(write.dtype)): None
+            for write in self.writes
+            if write.lost is not None and dtype_name(write.dtype) in QUANTISED
+            for source in sorted(write.lost.sources)
+            if self.specs[source].dtype in CASTABLE
+        }
+        return tuple(found)
 
     def check_thread(self) -> None:
         """Raises :class:`ReplayError` outside the thread that runs the replay."""

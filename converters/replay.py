@@ -10,6 +10,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -64,6 +65,7 @@ def observe(
             tracker, left, failed = _run(rank, tensors, range(len(tensors)), load, snapshot, resident, retries)
             destinations = Destinations(snapshot.held, tracker)
             full = Contents(destinations, tensors, tracker, left, failed)
+            quantised = tracker.quantised()
             del tracker
 
             def again(names: frozenset[int]) -> Contents:
@@ -75,7 +77,7 @@ def observe(
             _prove_unchanged(rank, snapshot, before, error)
             raise
         _prove_unchanged(rank, snapshot, before, None)
-    return delivery.layout(rank, tensors, full, decided)
+    return replace(delivery.layout(rank, tensors, full, decided), quantised=quantised)
 
 
 def _run(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 from weightlink.client import EngineClient, fan_out, raise_failures
+from weightlink.encoded import encode, names_to_encode, require_one_format, require_taken
 from weightlink.hooks import messages as m
 from weightlink.hooks.errors import ConfigError, EngineUnavailable, ErrorInfo, PlanMismatch
 from weightlink.hooks.geometry import Layout, TensorSpec
@@ -21,6 +22,8 @@ from weightlink.report import EngineLink
 from weightlink.wire import Sender, handshake
 
 if TYPE_CHECKING:
+    import torch
+    from weightlink.converters.encoders import Encoded
     from weightlink.group import TrainerGroup
     from weightlink.hooks.deadline import Deadline
     from weightlink.hooks.manager import PluginManager
@@ -38,6 +41,7 @@ class _Head(msgspec.Struct, frozen=True):
     keys: tuple[str, ...]
     worlds: tuple[int, ...]
     engines: tuple[EngineLink, ...]
+    encoded: tuple[str, ...] = ()
 
 
 @dataclass
@@ -65,6 +69,13 @@ class Attachment:
     contexts: tuple[m.EngineContext, ...]
     engines: tuple[EngineLink, ...]
     plan: Plan | None = None
+    encoded: Encoded | None = None
+    used: frozenset[int] = frozenset()
+
+    def tensors(self, adapter: TrainingAdapter) -> Sequence[torch.Tensor]:
+        """What the senders read: the adapter's live tensors, and what is encoded from them now."""
+        live = adapter.tensors()
+        return live if self.encoded is None else self.encoded.tensors(live, self.used)
 
     def close(self) -> None:
         """Leave every group. Safe to repeat."""
@@ -100,7 +111,8 @@ def attach(
 
     def make() -> bytes:
         started = time.monotonic()
-        plan = _plan([Layout.unpack(p) for p in packed], contexts, clients, adapter, settings, deadline)
+        layouts = [Layout.unpack(p) for p in packed]
+        plan, encoded = _plan(layouts, contexts, clients, adapter, settings, plugins, deadline)
         made.append(plan)
         seconds = time.monotonic() - started
         keys = tuple(new_key() for _ in clients)
@@ -110,7 +122,8 @@ def attach(
         engines = tuple(
             EngineLink(name=e.name, owned=e.owned, opaque=e.opaque, staged=e.staged_bytes) for e in plan.engines
         )
-        return msgspec.msgpack.encode(_Head(plan.manifest, plan.digest, seconds, sent, keys, worlds, engines))
+        head = _Head(plan.manifest, plan.digest, seconds, sent, keys, worlds, engines, encoded)
+        return msgspec.msgpack.encode(head)
 
     head = _head.decode(group.lead(make, deadline, "the plan"))
     plan = made[0] if made else None
@@ -121,8 +134,10 @@ def attach(
             for rank in range(group.size)
         ]
     programs = [Program.unpack(p) for p in _parts.decode(group.scatter(parts, deadline, "this rank's program"))]
+    encoded = encode(layout, head.encoded, contexts[0], plugins)
+    sent = layout if encoded is None else encoded.layout
     group.together(
-        lambda: _verify(programs, layout, head, group.name), deadline, "every trainer rank to prove its program"
+        lambda: _verify(programs, sent, head, group.name), deadline, "every trainer rank to prove its program"
     )
 
     legs: list[Leg] = []
@@ -136,7 +151,10 @@ def attach(
         for leg in legs:
             leg.close()
         raise
-    return Attachment(epoch, head.digest, legs, head.seconds, head.sent, contexts, head.engines, plan)
+    used = frozenset(int(p) for program in programs for p in program.copies.param)
+    return Attachment(
+        epoch, head.digest, legs, head.seconds, head.sent, contexts, head.engines, plan, encoded, used
+    )
 
 
 def _contexts(
@@ -161,6 +179,7 @@ def _contexts(
                 expected=f"{first.architecture} in {first.dtype}",
                 found=f"{context.architecture} in {context.dtype}",
             )
+    require_one_format([client.name for client in clients], contexts)
     return tuple(contexts)
 
 
@@ -207,8 +226,30 @@ def _plan(
     clients: Sequence[EngineClient],
     adapter: TrainingAdapter,
     settings: LinkSettings,
+    plugins: PluginManager,
     deadline: Deadline,
-) -> Plan:
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan, and the names of the tensors that are sent in encoded form."""
+    engines = _observe(layouts, contexts, clients, adapter, settings, deadline)
+    names = names_to_encode(engines, contexts[0], plugins)
+    if names:
+        made = [encode(layout, names, contexts[0], plugins) for layout in layouts]
+        encoded = [layout if e is None else e.layout for layout, e in zip(layouts, made, strict=True)]
+        engines = _observe(encoded, contexts, clients, adapter, settings, deadline)
+        require_taken(engines, layouts, encoded)
+        layouts = encoded
+    return build_plan(layouts, engines, settings.wire, ignore=settings.ignore), names
+
+
+def _observe(
+    layouts: Sequence[Layout],
+    contexts: Sequence[m.EngineContext],
+    clients: Sequence[EngineClient],
+    adapter: TrainingAdapter,
+    settings: LinkSettings,
+    deadline: Deadline,
+) -> list[EngineLayouts]:
+    """Every engine's layouts over the manifest of the trainer's."""
     manifest = merge_manifest(layouts)
     request = m.Observe(deadline.check("layouts"), manifest, adapter.kind, settings.pause_mode)
     replies, failures = fan_out(clients, lambda c: c.send(request, deadline))
@@ -230,7 +271,7 @@ def _plan(
                 expected=context.world,
                 found=len(engine.layouts),
             )
-    return build_plan(layouts, engines, settings.wire, ignore=settings.ignore)
+    return engines
 
 
 def _offer(

@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from weightlink.converters.boxes import Boxes, overlaps
-from weightlink.converters.coverage import Violations, delivered, may_own, prove_destination, prove_sources
+from weightlink.converters.boxes import Boxes, overlaps, union_volume
+from weightlink.converters.coverage import (
+    Violations,
+    delivered,
+    may_own,
+    prove_destination,
+    prove_reads,
+    prove_sources,
+)
 from weightlink.hooks.errors import LayoutError
 from weightlink.hooks.geometry import CASTABLE, Int64, Layout, Regions, TensorSpec
 from weightlink.hooks.settings import WireSettings
@@ -27,6 +34,7 @@ from weightlink.program import (
     Copies,
     Program,
     manifest_digest,
+    require_plain,
 )
 from weightlink.schedule import colour_rounds
 
@@ -230,6 +238,8 @@ def _prove_trainers(
     found = Violations()
     names = [layout.rank for layout in trainers]
     prove_sources(manifest, sources, [names[r] for r in rank], found)
+    for layout in trainers:
+        prove_reads(layout, found)
     # Equal boxes on different ranks are replicas; twice on one rank they must be one piece of memory.
     storages = [np.array([(p.storage, p.start) for p in t.params] or [(0, 0)], np.int64) for t in trainers]
     address = np.array(
@@ -269,6 +279,7 @@ class _Draft:
                     "a layout was observed over another manifest", rank=f"{engine.name} {layout.rank}",
                     remedy="connect again",
                 )  # fmt: skip
+            require_plain(layout, f"{engine.name} {layout.rank}")
             delivered(layout, f"{engine.name} {layout.rank}")  # before the lists of what is missing because of it
         self.regions = Regions.concat(layout.regions for layout in engine.layouts)
         self.rank = np.repeat(np.arange(len(engine.layouts)), [len(layout.regions) for layout in engine.layouts])
@@ -307,9 +318,7 @@ class _Draft:
                 f"{int(arrives[row])} of {int(self.boxes.numel[row])} elements have a source"
                 f" ({layout.params[int(self.regions.param[row])].name})",
             )
-        consumed = np.zeros(len(self.manifest), np.int64)
-        first, _ = self.boxes.unique()
-        np.add.at(consumed, self.boxes.group[first], self.boxes.numel[first])
+        consumed = union_volume(self.boxes, len(self.manifest))
         for number, spec in enumerate(self.manifest):
             volume = int(np.prod(spec.shape, dtype=np.int64))
             if consumed[number] < volume and not any(fnmatch.fnmatchcase(spec.name, p) for p in ignore):

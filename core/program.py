@@ -248,6 +248,20 @@ def verify_local(program: Program, layout: Layout, tensor_of: Int64, *, rank: st
         )
 
 
+def require_plain(layout: Layout, rank: str) -> None:
+    """Raises :class:`LayoutError` for an engine layout in which plain numbers meet a quantised parameter: neither a
+    copy nor the engine's own loader makes the scales that belong to it."""
+    if layout.quantised:
+        first = layout.quantised[0]
+        raise LayoutError(
+            f"{len(layout.quantised)} tensors of plain numbers would be cast to a quantised dtype",
+            tensor=first.name,
+            rank=rank,
+            expected=first.dtype,
+            remedy="quantised engines need an encoder",
+        )
+
+
 def verify_receive(
     program: Program,
     layout: Layout,
@@ -267,6 +281,7 @@ def verify_receive(
         raise PlanMismatch("the program belongs to another plan", rank=rank, expected=plan_digest[:12])
     if program.manifest_digest != manifest_digest(layout.tensors):
         raise PlanMismatch("the program belongs to another manifest", rank=rank, remedy="connect again")
+    require_plain(layout, rank)
     loaded = delivered(layout, rank)
     verify_local(program, layout, np.arange(len(layout.tensors), dtype=np.int64), rank=rank)
     c, f = program.copies, layout.fills

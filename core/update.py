@@ -86,7 +86,7 @@ class Update:
     def _ready(self) -> Sequence[torch.Tensor]:
         self.adapter.make_readable(self.deadline)
         self.adapter.synchronize()
-        return self.adapter.tensors()
+        return self.attachment.tensors(self.adapter)
 
     def _prepare(self) -> bytes:
         """Rank 0: every engine agrees before anything is paused anywhere."""

@@ -40,6 +40,9 @@ ITEMSIZE: dict[str, int] = {
 #: The dtypes among which a copy may cast. Anything else is an encoder's business, or refused.
 CASTABLE = frozenset({"float32", "float16", "bfloat16"})
 
+#: Dtypes that stand for something else than their numbers: a scale, kept elsewhere, belongs to them.
+QUANTISED = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "int16", "int32"})
+
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Float64 = npt.NDArray[np.float64]
@@ -205,6 +208,28 @@ class Opaque(msgspec.Struct, frozen=True):
     delivered: bool = False
 
 
+class Quantised(msgspec.Struct, frozen=True):
+    """A canonical tensor of plain numbers that the engine's loader would cast to a dtype of :data:`QUANTISED`.
+
+    :param name: the canonical tensor
+    :param dtype: dtype of the engine's parameter
+    """
+
+    name: str
+    dtype: str
+
+
+class EncodedPart(msgspec.Struct, frozen=True):
+    """A tensor that is derived from a canonical one and takes its place in the manifest.
+
+    :param spec: name, shape and dtype of the derived tensor; as many dimensions as the canonical one
+    :param cell: elements of the canonical tensor, per dimension, that one element stands for; a shard must not cut it
+    """
+
+    spec: TensorSpec
+    cell: tuple[int, ...]
+
+
 @dataclass
 class Layout:
     """All regions and fills of one rank.
@@ -214,6 +239,7 @@ class Layout:
     :param params: local tensors that the regions and fills index
     :param opaque: what could not be followed; empty for a layout that can be written in place. No region or fill
         touches an opaque parameter
+    :param quantised: what the engine keeps in another form than the manifest has it; an encoder's business
     """
 
     rank: str
@@ -222,6 +248,7 @@ class Layout:
     regions: Regions
     fills: Fills = field(default_factory=Fills)
     opaque: tuple[Opaque, ...] = ()
+    quantised: tuple[Quantised, ...] = ()
 
     @property
     def staged_bytes(self) -> int:
@@ -238,6 +265,7 @@ class Layout:
                 tuple(_column(getattr(self.regions, name)) for name in Regions.COLUMNS),
                 tuple(_column(getattr(self.fills, name)) for name in Fills.COLUMNS),
                 self.opaque,
+                self.quantised,
             )
         )
 
@@ -250,7 +278,7 @@ class Layout:
             raise LayoutError(f"not a layout: {error}") from error
         regions = Regions(*_restore(packed.regions, Regions(), Regions.COLUMNS))
         fills = Fills(*_restore(packed.fills, Fills(), Fills.COLUMNS))
-        layout = cls(packed.rank, packed.tensors, packed.params, regions, fills, packed.opaque)
+        layout = cls(packed.rank, packed.tensors, packed.params, regions, fills, packed.opaque, packed.quantised)
         layout.validate()
         return layout
 
@@ -264,6 +292,8 @@ class Layout:
         ):
             if len(index) and not (int(index.min()) >= 0 and int(index.max()) < limit):
                 raise LayoutError(f"a layout's {what} index is out of range", rank=self.rank, expected=f"< {limit}")
+        if len(self.fills) and int(self.fills.size.min()) < 1:
+            raise LayoutError("a layout has a fill of nothing", rank=self.rank, expected="sizes of at least 1")
         if len(self.regions):
             shapes = np.array([pad(t.shape, 1) for t in self.tensors], np.int64)[self.regions.tensor]
             r = self.regions
@@ -286,6 +316,7 @@ class _PackedLayout(msgspec.Struct, frozen=True, array_like=True):
     regions: tuple[bytes, ...]
     fills: tuple[bytes, ...]
     opaque: tuple[Opaque, ...]
+    quantised: tuple[Quantised, ...]
 
 
 _ENCODER = msgspec.msgpack.Encoder()

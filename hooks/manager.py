@@ -12,10 +12,11 @@ from weightlink.hooks import specs
 from weightlink.hooks.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
-    from weightlink.hooks.protocols import Family, LocalEngine, TrainingAdapter, Transport
+    from weightlink.hooks.protocols import Encoder, Family, LocalEngine, TrainingAdapter, Transport
 
 #: Built-in plugins by dotted module name; each is registered like a third party's.
 BUILTINS = (
+    "weightlink.converters.encoders_fp8",
     "weightlink.converters.families",
     "weightlink.plugins.demo",
     "weightlink.plugins.megatron",
@@ -125,6 +126,10 @@ class PluginManager:
     def families(self) -> dict[str, Family]:
         """Model families by name."""
         return self._named("weightlink_families", "family")
+
+    def encoders(self) -> dict[str, Encoder]:
+        """Encoders by name."""
+        return self._named("weightlink_encoders", "encoder")
 
     def transports(self) -> dict[str, Transport]:
         """Transports by name."""

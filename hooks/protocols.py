@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from weightlink.hooks.deadline import Deadline
-    from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
+    from weightlink.hooks.geometry import EncodedPart, Layout, ParamSpec, TensorSpec
     from weightlink.hooks.messages import EngineContext, LayoutKind, RankPlace, Reply, Request
     from weightlink.hooks.settings import PauseMode, WireSettings
 
@@ -161,3 +161,35 @@ class Family(Protocol):
     @property
     def architectures(self) -> Sequence[str]:
         """Entries of ``config.json``'s ``architectures`` that it serves."""
+
+
+class Encoding(Protocol):
+    """How an engine's format stores a tensor that the engine keeps quantised. The same on every trainer rank."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the engine's parameters that this encoding is for."""
+
+    def parts(self, spec: TensorSpec) -> Sequence[EncodedPart]:
+        """What takes the canonical tensor's place, e.g. values and scales. Raises ``LayoutError`` for a tensor that
+        the format cannot hold."""
+
+    def encode(self, values: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Write a box of the canonical tensor into the matching boxes of its parts.
+
+        :param values: contiguous, in the canonical dtype; begins at a cell of every part and ends at one, or at the
+            tensor's end
+        :param parts: contiguous, in the order of :meth:`parts`, on the same device
+        """
+
+
+class Encoder(Protocol):
+    """Knows one quantised checkpoint format; see :mod:`weightlink.converters.encoders`."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+
+    def encoding(self, context: EngineContext) -> Encoding | None:
+        """What this engine needs, or None if its format is another one. Raises ``ConfigError`` for a variant of the
+        format that cannot be written."""

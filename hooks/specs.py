@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import typer
-    from weightlink.hooks.protocols import Family, LocalEngine, TrainingAdapter, Transport
+    from weightlink.hooks.protocols import Encoder, Family, LocalEngine, TrainingAdapter, Transport
 
 PROJECT = "weightlink"
 
@@ -38,6 +38,12 @@ def weightlink_local_engine(engine: object) -> LocalEngine | None:
 @hookspec
 def weightlink_families() -> Sequence[Family]:
     """Model families: rules from a trainer's native parameter names to Hugging Face names, as data."""
+    raise NotImplementedError
+
+
+@hookspec
+def weightlink_encoders() -> Sequence[Encoder]:
+    """Quantised checkpoint formats, by their ``name``: what an engine that keeps its weights quantised is sent."""
     raise NotImplementedError
 
 
