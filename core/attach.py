@@ -134,7 +134,9 @@ def attach(
             for rank in range(group.size)
         ]
     programs = [Program.unpack(p) for p in _parts.decode(group.scatter(parts, deadline, "this rank's program"))]
-    encoded = encode(layout, head.encoded, contexts[0], plugins)
+    encoded = group.together(
+        lambda: encode(layout, head.encoded, contexts[0], plugins), deadline, "every trainer rank's encoded layout"
+    )
     sent = layout if encoded is None else encoded.layout
     group.together(
         lambda: _verify(programs, sent, head, group.name), deadline, "every trainer rank to prove its program"
@@ -152,9 +154,7 @@ def attach(
             leg.close()
         raise
     used = frozenset(int(p) for program in programs for p in program.copies.param)
-    return Attachment(
-        epoch, head.digest, legs, head.seconds, head.sent, contexts, head.engines, plan, encoded, used
-    )
+    return Attachment(epoch, head.digest, legs, head.seconds, head.sent, contexts, head.engines, plan, encoded, used)
 
 
 def _contexts(

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from weightlink.converters.coverage import Violations, delivered, may_own, prove_destination
-from weightlink.hooks.errors import PlanMismatch
+from weightlink.hooks.errors import LayoutError, PlanMismatch
 from weightlink.hooks.geometry import DIMS, ITEMSIZE, Int32, Int64, Layout, TensorSpec
 
 #: Bytes of a bucket's header, in front of a packed payload or as a message of its own before a direct one.
