@@ -157,14 +157,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     def quantised(self) -> tuple[Quantised, ...]:
         """Canonical numbers that went into memory of a dtype that a cast does not lead to."""
-        found = {
-            Quantised(self.specs[source].name, dtype_name(write.dtype)): None
-            for write in self.writes
-            if write.lost is not None and dtype_name(write.dtype) in QUANTISED
-            for source in sorted(write.lost.sources)
-            if self.specs[source].dtype in CASTABLE
-        }
-        return tuple(found)
+        plain = {n for n, spec in enumerate(self.specs) if spec.dtype in CASTABLE}
+        lost = [(w.lost.sources & plain, dtype_name(w.dtype)) for w in self.writes if w.lost is not None]
+        found = {(n, dtype): None for sources, dtype in lost if dtype in QUANTISED for n in sorted(sources)}
+        return tuple(Quantised(self.specs[n].name, dtype) for n, dtype in found)
 
     def check_thread(self) -> None:
         """Raises :class:`ReplayError` outside the thread that runs the replay."""
