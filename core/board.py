@@ -1,4 +1,4 @@
-"""The results board of one engine: where each rank leaves its answer to a command, and rank 0 finds them.
+"""The results board of one replica of an engine: where each rank leaves its answer to a command, and rank 0 finds them.
 
 A store of our own, not a collective: a rank that fails or comes late blocks nobody, and ranks of different pipeline
 stages may answer in any order.
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class Board:
     """One rank's access to the board. Every call returns at once.
 
-    :param store: the engine's own store, hosted by engine rank 0
-    :param rank: this rank
-    :param world: ranks of the engine
+    :param store: the replica's own store, hosted by its rank 0
+    :param rank: this rank within the replica
+    :param world: ranks of the replica
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, listener: Rendezvous | None = None) -> None:

@@ -38,15 +38,12 @@ class FrontPort(Protocol):
     """What the state machine needs from the engine."""
 
     @property
-    def world(self) -> int:
-        """Ranks of the engine."""
-
-    @property
     def paused(self) -> bool:
         """Generation is paused, by whomever."""
 
-    async def ask(self, data: bytes) -> bytes:
-        """Deliver a command to every rank; rank 0's answer. Never waits for the command to finish."""
+    async def ask(self, data: bytes) -> list[bytes]:
+        """Deliver a command to every rank; the answer of each replica's rank 0, in the replicas' order. Never waits for
+        the command to finish."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause generation."""
@@ -418,15 +415,17 @@ class EngineFront:
             self._we_paused = False
             self._pause_seconds = time.monotonic() - self._paused_at
 
-    async def _ask(self, command: Envelope | Poll, deadline: Deadline, what: str) -> Answer:
+    async def _ask(self, command: Envelope | Poll, deadline: Deadline, what: str) -> list[Answer]:
+        """Each replica's answer."""
         try:
             async with asyncio.timeout(max(0.001, deadline.remaining())):
-                answer = decode_answer(await self._port.ask(encode_command(command)))
+                answers = [decode_answer(data) for data in await self._port.ask(encode_command(command))]
         except TimeoutError as error:
             raise deadline.exceeded(f"the engine's schedulers to answer, for {what}") from error
-        if answer.error is not None:
-            raise rebuild(answer.error)
-        return answer
+        for answer in answers:
+            if answer.error is not None:
+                raise rebuild(answer.error)
+        return answers
 
     async def _send(self, request: m.Request, deadline: Deadline, what: str, *, receive: bool = False) -> int:
         """Number a request and hand it to every rank, with what is left of the caller's time."""
@@ -447,12 +446,17 @@ class EngineFront:
     async def _collect(self, seq: int, deadline: Deadline, what: str, grace: float = 0.0) -> list[m.RankReply]:
         """Poll until every rank has answered. ``grace`` lets ranks that share the deadline report it themselves."""
         wait, last = POLL_FIRST, Deadline.after(deadline.remaining() + grace + 0.001)
+        replies: dict[int, tuple[bytes, ...]] = {}  # by replica: each hands its own over once
         while True:
-            answer = await self._ask(Poll(seq), last, what)
-            if answer.seq == seq and answer.replies:
+            answers = await self._ask(Poll(seq), last, what)
+            for replica, answer in enumerate(answers):
+                if answer.seq == seq and answer.replies:
+                    replies[replica] = answer.replies
+            if len(replies) == len(answers):
                 return [
                     m.RankReply(status=m.unpack_status(r[: m.STATUS_BYTES]), layout=r[m.STATUS_BYTES :])
-                    for r in answer.replies
+                    for replica in sorted(replies)
+                    for r in replies[replica]
                 ]
             if last.expired:
                 raise deadline.exceeded(what)

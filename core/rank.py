@@ -42,13 +42,14 @@ class Envelope(msgspec.Struct, frozen=True, tag=True):
 
 
 class Poll(msgspec.Struct, frozen=True, tag=True):
-    """Asks rank 0 whether every rank has answered ``seq``."""
+    """Asks each replica's rank 0 whether every rank of the replica has answered ``seq``."""
 
     seq: int
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Rank 0's answer: the packed :class:`RankReply` of every rank, or none yet; or why it can never give one."""
+    """A replica's rank 0's answer: the packed :class:`RankReply` of every rank of the replica, or none yet; or why it
+    can never give one."""
 
     seq: int
     replies: tuple[bytes, ...] = ()
@@ -123,12 +124,18 @@ class EngineRank:
     # --- main thread ------------------------------------------------------------------------------------------------
 
     @property
+    def leads(self) -> bool:
+        """This rank answers for its replica."""
+        return self._board.rank == 0
+
+    @property
     def busy(self) -> bool:
         """Work is queued, running, or an update is open: a paused engine need not spin."""
         return self._pending > 0 or self._update is not None
 
     def handle(self, data: bytes) -> bytes:
-        """Take a command; returns at once and never raises (it would end the engine). Only rank 0's answer is used."""
+        """Take a command; returns at once and never raises (it would end the engine). Only the answer of a rank that
+        :attr:`leads` is used."""
         try:
             return _encode(self._take(_commands.decode(data)))
         except Exception as error:
@@ -137,7 +144,7 @@ class EngineRank:
 
     def _take(self, command: Envelope | Poll) -> Answer:
         if isinstance(command, Poll):
-            replies = self._board.collect(command.seq) if self._board.rank == 0 else None
+            replies = self._board.collect(command.seq) if self.leads else None
             return Answer(command.seq, tuple(replies or ()))
         request = command.request
         if isinstance(request, m.Commit):

@@ -38,7 +38,10 @@ class EngineState(enum.StrEnum):
 
 
 class RankPlace(msgspec.Struct, frozen=True):
-    """Where an engine rank stands. ``rank = pp_rank * tp_size + tp_rank``."""
+    """Where an engine rank stands: ``rank = (dp_rank * pp_size + pp_rank) * tp_size + tp_rank``.
+
+    ``dp`` counts replicas of the whole model behind one front; attention data parallelism lies inside ``tp``.
+    """
 
     rank: int
     world: int
@@ -46,9 +49,30 @@ class RankPlace(msgspec.Struct, frozen=True):
     tp_size: int
     pp_rank: int
     pp_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    @classmethod
+    def at(
+        cls, *, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> RankPlace:
+        """The place with these coordinates."""
+        rank = (dp_rank * pp_size + pp_rank) * tp_size + tp_rank
+        return cls(rank, dp_size * pp_size * tp_size, tp_rank, tp_size, pp_rank, pp_size, dp_rank, dp_size)
+
+    @property
+    def replica_rank(self) -> int:
+        """The rank within its replica."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def replica_world(self) -> int:
+        """Ranks of one replica."""
+        return self.pp_size * self.tp_size
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (tp {self.tp_rank}, pp {self.pp_rank})"
+        replica = f", dp {self.dp_rank}" if self.dp_size > 1 else ""
+        return f"rank {self.rank} (tp {self.tp_rank}, pp {self.pp_rank}{replica})"
 
 
 class EngineContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +101,7 @@ class EngineContext(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
     tp_size: int
     pp_size: int
+    dp_size: int = 1
     world: int
     device: str
     versions: dict[str, str] = {}

@@ -115,6 +115,7 @@ def launch(
     *,
     tp: int = 1,
     pp: int = 1,
+    dp: int = 1,
     weightlink: bool = True,
     flags: Sequence[str] = (),
     env: dict[str, str] | None = None,
@@ -125,6 +126,7 @@ def launch(
 
     :param checkpoint: Hugging Face checkpoint folder
     :param folder: where the log goes
+    :param dp: replicas of the model behind the one server
     :param flags: more command line flags; ``--load-format dummy`` starts without the checkpoint's weights
     :param token: weightlink token, given to the server as a file
     :param tokenizer: the checkpoint has a tokenizer
@@ -144,6 +146,8 @@ def launch(
         str(tp),
         "--pp-size",
         str(pp),
+        "--dp-size",
+        str(dp),
         *CPU_FLAGS,
         *flags,
     ]
@@ -160,11 +164,11 @@ def launch(
         "TOKENIZERS_PARALLELISM": "false",
         **(env or {}),
     }
-    if tp * pp > 1:  # SGLang wants one core list per rank, and refuses more ranks than NUMA nodes otherwise
+    if tp * pp * dp > 1:  # SGLang wants one core list per rank, and refuses more ranks than NUMA nodes otherwise
         cores = sorted(os.sched_getaffinity(0))
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(tp * pp))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(tp * pp * dp))
     process = processes.start(command, env=environment, log=log, folder=folder)
-    return Server(process, port, log, tp * pp, token)
+    return Server(process, port, log, tp * pp * dp, token)
 
 
 @contextlib.contextmanager

@@ -41,8 +41,8 @@ LONG = 30.0
 class TorchEngine:
     """One rank of an engine that is nothing but tensors: implements the inference adapter over a given layout."""
 
-    def __init__(self, rank: int, world: int, layout: Layout, dtype: str, log: list[str]) -> None:
-        self.place = m.RankPlace(rank, world, rank, world, 0, 1)
+    def __init__(self, place: m.RankPlace, layout: Layout, dtype: str, log: list[str]) -> None:
+        self.place = place
         self.device = torch.device("cpu")
         self.layout, self.dtype, self.log = layout, dtype, log
         self.params = [torch.full(p.shape, torch.nan, dtype=getattr(torch, p.dtype)) for p in layout.params]
@@ -57,7 +57,7 @@ class TorchEngine:
     def context(self) -> m.EngineContext:
         return m.EngineContext(
             protocol=m.PROTOCOL, engine="torch", engine_version="0", weightlink_version="0", hf_config={},
-            architecture="Toy", dtype=self.dtype, tp_size=self.place.world, pp_size=1, world=self.place.world,
+            architecture="Toy", dtype=self.dtype, tp_size=self.place.tp_size, pp_size=1, world=self.place.world,
             device="cpu", transports=("p2p",), owns_weights=False,
         )  # fmt: skip
 
@@ -95,13 +95,12 @@ class Port:
     paused = False
 
     def __init__(self, ranks: list[EngineRank], context: m.EngineContext) -> None:
-        self.ranks, self._context, self.world = ranks, context, len(ranks)
+        self.ranks, self._context = ranks, context
         self.shown: list[int] = []
         self.log: list[str] = []
 
-    async def ask(self, data: bytes) -> bytes:
-        answers = [rank.handle(data) for rank in self.ranks]
-        return answers[0]
+    async def ask(self, data: bytes) -> list[bytes]:
+        return [answer for rank, answer in [(rank, rank.handle(data)) for rank in self.ranks] if rank.leads]
 
     async def pause(self, mode: PauseMode) -> None:
         self.paused = True
@@ -125,18 +124,26 @@ class Port:
 
 
 class Engine:
-    """Ranks, board and front of one engine, in threads."""
+    """Ranks, boards and front of one engine, in threads. ``layouts`` are those of all its replicas' ranks in turn."""
 
-    def __init__(self, name: str, layouts: Sequence[Layout], dtype: str, plugins: PluginManager) -> None:
+    def __init__(
+        self, name: str, layouts: Sequence[Layout], dtype: str, plugins: PluginManager, replicas: int = 1
+    ) -> None:
         from weightlink.client import LocalClient
 
         self.log: list[str] = []
-        self.adapters = [TorchEngine(r, len(layouts), layout, dtype, self.log) for r, layout in enumerate(layouts)]
-        host = Board.host("127.0.0.1", len(layouts), "k", Deadline.after(LONG))
-        boards = [host] + [
-            Board.join("127.0.0.1", host.port, r, len(layouts), "k", Deadline.after(LONG))
-            for r in range(1, len(layouts))
+        tp = len(layouts) // replicas
+        places = [
+            m.RankPlace.at(tp_rank=r, tp_size=tp, pp_rank=0, pp_size=1, dp_rank=d, dp_size=replicas)
+            for d in range(replicas)
+            for r in range(tp)
         ]
+        self.adapters = [TorchEngine(p, layout, dtype, self.log) for p, layout in zip(places, layouts, strict=True)]
+        boards: list[Board] = []
+        for _ in range(replicas):
+            host = Board.host("127.0.0.1", tp, "k", Deadline.after(LONG))
+            boards.append(host)
+            boards += [Board.join("127.0.0.1", host.port, r, tp, "k", Deadline.after(LONG)) for r in range(1, tp)]
         self.boards = boards
         self.ranks = [EngineRank(a, b, plugins) for a, b in zip(self.adapters, boards, strict=True)]
         self.port = Port(self.ranks, self.adapters[0].context())
@@ -208,11 +215,18 @@ class Rig:
 
         self.plugins = PluginManager(entry_points=False, builtins=["weightlink.plugins.transports"])
         wire = WireSettings(bucket_bytes=4096, direct_bytes=512, max_peers=settings.pop("max_peers", 1))
+        replicas = settings.pop("replicas", 1)
         self.settings = LinkSettings(wire=wire, timeout=LONG, **settings)
         self.log: list[str] = []
         self.trainers = [TorchTrainer(layout, self.log) for layout in trainers]
         self.engines = {
-            name: Engine(name, layouts, layouts[0].params[0].dtype if layouts[0].params else "float32", self.plugins)
+            name: Engine(
+                name,
+                layouts * replicas,
+                layouts[0].params[0].dtype if layouts[0].params else "float32",
+                self.plugins,
+                replicas,
+            )
             for name, layouts in engines.items()
         }
         self.listener = Rendezvous.listen("127.0.0.1", Deadline.after(LONG))
@@ -301,6 +315,37 @@ def make(seed: int, trainers: int = 2, engines: tuple[int, ...] = (2,), dtype: s
             layout.tensors = tuple(tensors)
     rig = Rig(sides[0], {f"http://e{n}": side for n, side in enumerate(sides[1:])}, **settings)
     return rig, tensors
+
+
+def test_replicas_of_one_engine_are_updated_in_one_transaction(rigs):
+    """Two replicas of two ranks, each with a board of its own, behind one front."""
+    rig, tensors = rigs(53, 2, (2,), replicas=2)
+    (engine,) = rig.engines.values()
+    assert [str(a.place) for a in engine.adapters] == [
+        "rank 0 (tp 0, pp 0, dp 0)", "rank 1 (tp 1, pp 0, dp 0)", "rank 2 (tp 0, pp 0, dp 1)",
+        "rank 3 (tp 1, pp 0, dp 1)",
+    ]  # fmt: skip
+    rig.connect()
+    for version in (1, 2):
+        values = load(rig, tensors, factor=version / 4)
+        engine.poison()
+        rig.push(version)
+        engine.expect(values)
+    for rank in range(4):  # none is forgotten, none is done twice
+        assert engine.log.count(f"{rank} finish") == engine.log.count(f"{rank} begin") == 2
+
+    engine.adapters[3].fail["finish"] = RuntimeError("out of memory")
+    engine.poison()
+    with pytest.raises(UpdateFailed) as failed:
+        rig.push(3)
+    assert "rank 3 (tp 1, pp 0, dp 1)" in str(failed.value)
+    assert "out of memory" in str(failed.value)
+    assert engine.front.state is m.EngineState.DIRTY
+    assert engine.port.shown == [1, 2]
+    rig.connect()
+    values = load(rig, tensors, factor=0.5)
+    rig.push(3)
+    engine.expect(values)
 
 
 def load(rig: Rig, tensors, factor: float = 1.0):

@@ -130,7 +130,9 @@ def test_refusals_at_start_through_sglangs_own_parser(tmp_path: Path) -> None:
         (["--weightlink", *token, "--api-key", "k"], ["ConfigError", "differs"]),
         (["--weightlink", *token, "--api-key", "k", "--admin-api-key", TOKEN], ['"enabled":true']),
         (["--weightlink", "--tokenizer-worker-num", "2"], ["ConfigError", "--tokenizer-worker-num"]),
-        (["--weightlink", "--dp-size", "2"], ["ConfigError", "--dp-size"]),
+        (["--weightlink", "--dp-size", "2"], ['"enabled":true']),
+        (["--weightlink", "--tp-size", "2", "--attn-dp-size", "2"], ['"enabled":true']),
+        (["--weightlink", "--elastic-ep-backend", "mooncake"], ["ConfigError", "--elastic-ep-backend"]),
         (["--weightlink", "--grpc-port", "1234"], ["ConfigError", "--grpc-port"]),
         (["--weightlink-serve-unready"], ["ConfigError", "without --weightlink"]),
     ]

@@ -86,6 +86,7 @@ class SGLangAdapter:
             quantization=config.quantization or "",
             tp_size=self._place.tp_size,
             pp_size=self._place.pp_size,
+            dp_size=self._place.dp_size,
             world=self._place.world,
             device=self._device.type,
             versions=versions,

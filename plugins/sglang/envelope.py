@@ -13,9 +13,10 @@ class WeightlinkReqInput(BaseReq):  # type: ignore[misc]
 
 
 class WeightlinkReqOutput(BaseReq):  # type: ignore[misc]
-    """The answer of engine rank 0."""
+    """The answer of a replica's rank 0."""
 
     seq: int
+    replica: int
     data: bytes
 
 

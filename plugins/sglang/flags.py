@@ -121,8 +121,7 @@ def unsupported(server_args: Any) -> list[tuple[str, str]]:
     found = []
     for flag, value, plain in (
         ("--tokenizer-worker-num > 1", server_args.tokenizer_worker_num, 1),
-        ("--dp-size > 1", server_args.dp_size, 1),
-        ("--attn-dp-size > 1", server_args.attn_dp_size, 1),
+        ("--elastic-ep-backend", server_args.elastic_ep_backend or "none", "none"),
         ("--grpc-mode", server_args.grpc_mode, False),
         ("--smg-grpc-mode", server_args.smg_grpc_mode, False),
         ("--grpc-port", server_args.grpc_port, None),

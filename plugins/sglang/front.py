@@ -29,36 +29,31 @@ class SGLangPort:
         self._manager = manager
         self._foreign = foreign
         self._seq = 0
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
-
-    @property
-    def world(self) -> int:
-        """Scheduler ranks of the engine."""
-        parallel = get_parallel()
-        return int(parallel.tp_size * parallel.pp_size)
+        self._replicas: int = get_parallel().dp_size
+        self._waiting: dict[int, dict[int, asyncio.Future[bytes]]] = {}
 
     @property
     def paused(self) -> bool:
         """Generation is paused, by whomever."""
         return bool(self._manager.is_pause)
 
-    async def ask(self, data: bytes) -> bytes:
-        """Deliver a command to every scheduler; rank 0's answer. Answers are matched by number: SGLang's own
-        communicator would hand the late answer of an abandoned call to the next one."""
+    async def ask(self, data: bytes) -> list[bytes]:
+        """Deliver a command to every scheduler; the answer of each replica's rank 0. Answers are matched by number:
+        SGLang's own communicator would hand the late answer of an abandoned call to the next one."""
         self._manager.auto_create_handle_loop()
         self._seq += 1
-        seq = self._seq
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting[seq] = answer
+        seq, loop = self._seq, asyncio.get_running_loop()
+        answers: list[asyncio.Future[bytes]] = [loop.create_future() for _ in range(self._replicas)]
+        self._waiting[seq] = dict(enumerate(answers))
         try:
             await self._manager._async_dispatch_to_scheduler(WeightlinkReqInput(seq=seq, data=data))
-            return await answer
+            return [await answer for answer in answers]
         finally:
             del self._waiting[seq]
 
     def receive(self, reply: WeightlinkReqOutput) -> None:
         """An answer has arrived; one that nobody waits for any more is dropped."""
-        answer = self._waiting.get(reply.seq)
+        answer = self._waiting.get(reply.seq, {}).get(reply.replica)
         if answer is not None and not answer.done():
             answer.set_result(reply.data)
 
@@ -97,8 +92,8 @@ class SGLangPort:
             )
 
     async def context(self) -> EngineContext:
-        """From engine rank 0, which has the model."""
-        return msgspec.msgpack.decode(await self.ask(b""), type=EngineContext)
+        """From engine rank 0, which has the model; replicas run the same one."""
+        return msgspec.msgpack.decode((await self.ask(b""))[0], type=EngineContext)
 
 
 class Control:

@@ -26,7 +26,7 @@ def hooks() -> list[Hook]:
     """The hooks of this process: every hook costs time, so SGLang's child processes get only those they need."""
     target = getattr(multiprocessing.current_process(), "_target", None)
     role = getattr(target, "__module__", "")
-    if role == "sglang.srt.managers.detokenizer_manager":
+    if role in ("sglang.srt.managers.detokenizer_manager", "sglang.srt.managers.data_parallel_controller"):
         return []
     from weightlink.plugins.sglang import rank
 

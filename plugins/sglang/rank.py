@@ -33,19 +33,26 @@ def start(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     adapter = SGLangAdapter(scheduler, place(), tuple(sorted(plugins.transports())))
     scheduler.weightlink = EngineRank(adapter, form_board(scheduler.server_args, adapter.place), plugins)
     context = msgspec.msgpack.encode(adapter.context())  # now, while an error still stops the start
-    handler = functools.partial(answer, scheduler.weightlink, context)
+    handler = functools.partial(answer, scheduler.weightlink, adapter.place.dp_rank, context)
     scheduler._request_dispatcher += TypeBasedDispatcher([(WeightlinkReqInput, handler)])
 
 
 def place() -> RankPlace:
     """Where this scheduler stands."""
     parallel = get_parallel()
-    tp_rank, tp_size, pp_rank, pp_size = parallel.tp_rank, parallel.tp_size, parallel.pp_rank, parallel.pp_size
-    return RankPlace(pp_rank * tp_size + tp_rank, tp_size * pp_size, tp_rank, tp_size, pp_rank, pp_size)
+    return RankPlace.at(
+        tp_rank=parallel.tp_rank,
+        tp_size=parallel.tp_size,
+        pp_rank=parallel.pp_rank,
+        pp_size=parallel.pp_size,
+        dp_rank=parallel.dp_rank if parallel.dp_size > 1 else 0,  # it numbers attention groups otherwise
+        dp_size=parallel.dp_size,
+    )
 
 
 def form_board(server_args: Any, where: RankPlace) -> Board:
-    """Rank 0 hosts; its port and an unguessable key reach the others over SGLang's own group, as plain numbers.
+    """A replica's rank 0 hosts; its port and an unguessable key reach the others over SGLang's own group, as plain
+    numbers. Replicas share no group: the front puts their answers together.
 
     The time limit is the one that SGLang's user chose for forming groups.
     """
@@ -55,14 +62,14 @@ def form_board(server_args: Any, where: RankPlace) -> Board:
     address = server_args.dist_init_addr.rpartition(":")[0].strip("[]") if server_args.nnodes > 1 else "127.0.0.1"
     told = torch.zeros(1 + _KEY_WORDS, dtype=torch.int64)
     board = None
-    if where.rank == 0:
+    if where.replica_rank == 0:
         words = [secrets.randbits(63) for _ in range(_KEY_WORDS)]
-        board = Board.host(address, where.world, _key(words), deadline)
+        board = Board.host(address, where.replica_world, _key(words), deadline)
         told = torch.tensor([board.port, *words], dtype=torch.int64)
     dist.broadcast(told, src=group.ranks[0], group=group.cpu_group)
     if board is None:
         port, *words = told.tolist()
-        board = Board.join(address, port, where.rank, where.world, _key(words), deadline)
+        board = Board.join(address, port, where.replica_rank, where.replica_world, _key(words), deadline)
     return board
 
 
@@ -70,9 +77,10 @@ def _key(words: list[int]) -> str:
     return "-".join(f"{word:x}" for word in words)
 
 
-def answer(rank: EngineRank, context: bytes, request: WeightlinkReqInput) -> WeightlinkReqOutput:
-    """The scheduler's handler. SGLang sends only engine rank 0's answer back."""
-    return WeightlinkReqOutput(seq=request.seq, data=rank.handle(request.data) if request.data else context)
+def answer(rank: EngineRank, replica: int, context: bytes, request: WeightlinkReqInput) -> WeightlinkReqOutput | None:
+    """The scheduler's handler. With attention data parallelism SGLang would send every group's answer back."""
+    data = rank.handle(request.data) if request.data else context
+    return WeightlinkReqOutput(seq=request.seq, replica=replica, data=data) if rank.leads else None
 
 
 def breathe(_result: None, scheduler: Any) -> None:

@@ -27,7 +27,9 @@ def write(payload: dict[str, Any] | None, runner: Any, *_args: object, **_kwargs
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    file = Path(os.environ[FOLDER]) / f"{parallel.pp_rank * parallel.tp_size + parallel.tp_rank}.json"
+    replica = parallel.dp_rank if parallel.dp_size > 1 else 0
+    rank = (replica * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank
+    file = Path(os.environ[FOLDER]) / f"{rank}.json"
     model = runner.model
     pointers = {name: t.data_ptr() for name, t in [*model.named_parameters(), *model.named_buffers()]}
     part = file.with_suffix(".part")
