@@ -251,7 +251,7 @@ def _observe(
 ) -> list[EngineLayouts]:
     """Every engine's layouts over the manifest of the trainer's."""
     manifest = merge_manifest(layouts)
-    request = m.Observe(deadline.check("layouts"), manifest, adapter.kind, settings.pause_mode)
+    request = m.Observe(deadline.check("layouts"), manifest, adapter.kind, settings.pause_mode, settings.selector)
     replies, failures = fan_out(clients, lambda c: c.send(request, deadline))
     raise_failures(failures, "describe their layouts")
     engines = [

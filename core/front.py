@@ -14,6 +14,7 @@ from weightlink.hooks.errors import (
     ConflictError,
     DeadlineExceeded,
     ErrorInfo,
+    LayoutMoved,
     NotIdle,
     UpdateFailed,
     VersionError,
@@ -81,6 +82,7 @@ class EngineFront:
         self.epoch = 0
         self.update = ""
         self._link = ""
+        self._proven_owned = owns_weights  # when the link was proven, parameters of the engine's own held good values
         self._last_update = ""  # the committed one, so that a repeated commit is safe
         self._update_version = 0
         self._before = self.state  # to return to when an update ends before a byte was written
@@ -214,7 +216,9 @@ class EngineFront:
 
     async def _attach(self, request: m.Attach, deadline: Deadline) -> m.Reply:
         self._refuse_open("attach")
+        owned = self.owns_weights
         await self._command(request, deadline, "every rank to prove its part of the plan")
+        self._proven_owned = owned
         return self._reply()
 
     async def _join(self, request: m.Join, deadline: Deadline) -> m.Reply:
@@ -228,6 +232,11 @@ class EngineFront:
             return self._reply()
         self._refuse_open("prepare")
         self._check_version(request.version)
+        if self._proven_owned and not self.owns_weights:
+            raise LayoutMoved(
+                "the engine has given its weights' memory up since the link was proven",
+                remedy="push again: the link proves anew that every parameter is sent",
+            )
         await self._command(request, deadline, "every rank to accept the update")
         return self._reply()
 

@@ -14,7 +14,7 @@ from weightlink.client import EngineClient, HttpClient, LocalClient, fan_out, ra
 from weightlink.group import TrainerGroup
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
-from weightlink.hooks.errors import ConfigError, PlanMismatch, VersionError, WeightlinkError, describe
+from weightlink.hooks.errors import ConfigError, LayoutMoved, PlanMismatch, VersionError, WeightlinkError, describe
 from weightlink.hooks.manager import PluginManager
 from weightlink.hooks.settings import LinkSettings, WireSettings
 from weightlink.rendezvous import local_address_towards
@@ -194,6 +194,14 @@ class Link:
             raise ConfigError("a version is a non-negative integer of at most 63 bits", found=repr(version))
         deadline = Deadline.after(timeout if timeout is not None else self.settings.timeout)
         self._group.start()
+        try:
+            return self._update(version, deadline)
+        except LayoutMoved as moved:  # nothing was written: look at the engines again, once
+            logger.warning("an engine's layout has moved; it is observed again: %s", moved)
+            return self._update(version, deadline)
+
+    def _update(self, version: int, deadline: Deadline) -> UpdateReport:
+        """One update, over a new attachment if there is none."""
         if self._attachment is None:
             self._attach(deadline)
         attachment = self._attachment

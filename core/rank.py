@@ -18,7 +18,7 @@ import msgspec
 import torch
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
-from weightlink.hooks.errors import ConflictError, ErrorInfo, PlanMismatch, WeightlinkError, describe
+from weightlink.hooks.errors import ConflictError, ErrorInfo, LayoutMoved, PlanMismatch, WeightlinkError, describe
 from weightlink.hooks.manager import PluginManager
 from weightlink.program import Program, verify_receive
 from weightlink.rendezvous import connect, local_address_towards
@@ -71,6 +71,20 @@ def decode_answer(data: bytes) -> Answer:
     return _answers.decode(data)
 
 
+@dataclass(frozen=True)
+class _Observed:
+    """A layout, what was asked for it, and the fingerprint under which it holds."""
+
+    request: m.Observe
+    fingerprint: str
+    layout: Layout
+
+    def answers(self, request: m.Observe, fingerprint: str) -> bool:
+        """The layout holds and would be the same for ``request``."""
+        mine, theirs = ((r.tensors, r.layout_kind, r.selector) for r in (self.request, request))
+        return mine == theirs and self.fingerprint == fingerprint
+
+
 @dataclass
 class _Link:
     """One epoch of a link on this rank."""
@@ -80,7 +94,11 @@ class _Link:
     plan_digest: str
     channel: Channel
     receiver: Receiver
-    layout: Layout  # the one that the plan was proven against; another trainer may have asked for one since
+    observed: _Observed  # what the plan was proven against; another trainer may have asked for a layout since
+
+    @property
+    def layout(self) -> Layout:
+        return self.observed.layout
 
 
 @dataclass
@@ -109,9 +127,9 @@ class EngineRank:
         self._board = board
         self._plugins = plugins or PluginManager()
         self._place = adapter.place
-        self._layout: Layout | None = None
+        self._observed: _Observed | None = None
         self._link: _Link | None = None
-        self._offer: tuple[m.Attach, Program, Layout] | None = None  # proven, groups not formed yet
+        self._offer: tuple[m.Attach, Program, _Observed] | None = None  # proven, groups not formed yet
         self._update: _Update | None = None
         self._session = False  # destinations are in the load layout: begin() ran, finish() did not
         self._written = False  # a resident weight may differ from the committed version
@@ -229,13 +247,17 @@ class EngineRank:
                 raise PlanMismatch("not a command for ranks", found=type(request).__name__)
 
     def _observe(self, request: m.Observe) -> bytes:
-        self._layout = self._adapter.observe(request.tensors, request.layout_kind)
-        return self._layout.pack()
+        fingerprint = self._adapter.fingerprint(request.selector)
+        if self._observed is None or not self._observed.answers(request, fingerprint):
+            self._observed = None
+            layout = self._adapter.observe(request.tensors, request.layout_kind, request.selector)
+            self._observed = _Observed(request, fingerprint, layout)
+        return self._observed.layout.pack()
 
     def _attach(self, request: m.Attach) -> bytes:
         """Prove the offered program before anything is opened: whatever is wrong shows without a wait."""
-        layout = self._layout
-        if layout is None:
+        observed = self._observed
+        if observed is None:
             raise PlanMismatch("attach before observe", rank=str(self._place), remedy="connect again")
         if request.world != request.trainers + self._place.world or len(request.programs) != self._place.world:
             raise PlanMismatch(
@@ -248,20 +270,20 @@ class EngineRank:
         program = Program.unpack(request.programs[self._place.rank])
         verify_receive(
             program,
-            layout,
+            observed.layout,
             plan_digest=request.plan_digest,
             rank=str(self._place),
             owns_weights=self._adapter.context().owns_weights,
             declared=request.engine_owned,
         )
-        self._offer = (request, program, layout)
+        self._offer = (request, program, observed)
         return b""
 
     def _join(self, request: m.Join) -> bytes:
         offered = self._offer
         if offered is None or (offered[0].link, offered[0].epoch) != (request.link, request.epoch):
             raise ConflictError(f"link {request.link} epoch {request.epoch} was not attached", rank=str(self._place))
-        offer, program, layout = offered
+        offer, program, observed = offered
         self._close_link()
         deadline = Deadline.after(request.budget)
         channel = self._plugins.transport(offer.wire.transport).open(
@@ -276,12 +298,12 @@ class EngineRank:
         )
         try:
             handshake(channel, program, self._adapter.device, deadline)
-            receiver = Receiver(program, layout.fills, offer.wire, self._adapter.device)
+            receiver = Receiver(program, observed.layout.fills, offer.wire, self._adapter.device)
         except BaseException:
             channel.abort()
             channel.close()
             raise
-        self._link = _Link(offer.link, offer.epoch, offer.plan_digest, channel, receiver, layout)
+        self._link = _Link(offer.link, offer.epoch, offer.plan_digest, channel, receiver, observed)
         self._offer = None
         return b""
 
@@ -295,19 +317,19 @@ class EngineRank:
                 found=f"epoch {link.epoch}, plan {link.plan_digest[:12]}",
                 remedy="push again: the link re-forms its groups",
             )
-        self._live(link.layout, {})
+        self._require_unmoved(link)
         return b""
 
     def _begin(self, request: m.Begin) -> bytes:
-        layout = self._require_link(request.link).layout
+        link = self._require_link(request.link)
         if self._update is not None and self._update.id != request.update and not self._written:
             raise ConflictError(f"update {self._update.id} is open", rank=str(self._place))
         self._adapter.synchronize()  # the last forward may still be running on a stream of its own
+        self._require_unmoved(link)  # it may have moved since it was asked: the engine was not paused then
         self._update = None  # what a failed update staged is freed before memory is asked for again
-        staging = self._stage(layout)
-        if not self._session:
-            self._adapter.begin()
-            self._session = True
+        staging = self._stage(link.layout)
+        self._adapter.begin(link.layout.params)
+        self._session = True
         self._update = _Update(request.update, request.version, request.pause_mode or "retract", staging=staging)
         return b""
 
@@ -419,6 +441,17 @@ class EngineRank:
                 remedy="push again: the link re-forms its groups",
             )
         return self._link
+
+    def _require_unmoved(self, link: _Link) -> None:
+        now, then = self._adapter.fingerprint(link.observed.request.selector), link.observed.fingerprint
+        if now != then:
+            raise LayoutMoved(
+                "the engine's layout may have changed since it was observed",
+                rank=str(self._place),
+                expected=f"fingerprint {then[:12]}",
+                found=now[:12],
+                remedy="push again: the link observes the engine again",
+            )
 
     def close(self) -> None:
         """Stop the owner thread once its queue is empty."""

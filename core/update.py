@@ -13,7 +13,7 @@ import msgspec
 from weightlink.client import EngineClient, fan_out, raise_failures
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
-from weightlink.hooks.errors import ErrorInfo, UpdateFailed, WeightlinkError, describe
+from weightlink.hooks.errors import ErrorInfo, LayoutMoved, UpdateFailed, WeightlinkError, describe
 from weightlink.report import EngineReport, UpdateReport
 
 if TYPE_CHECKING:
@@ -115,6 +115,9 @@ class Update:
         """Leave failed engines out if the settings allow it, else raise."""
         for name, info in failures.items():
             self._failed.setdefault(name, []).append(info)
+        moved = {name: info for name, info in failures.items() if info.kind == LayoutMoved.__name__}
+        if moved and len(moved) == len(failures):
+            raise_failures(moved, what)  # nothing is wrong with these engines: the link only has to look at them again
         if failures and (self.settings.strict or len(self.clients) - len(self._failed) < self._least()):
             raise_failures(failures, what)
 

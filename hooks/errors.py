@@ -122,6 +122,10 @@ class LayoutError(WeightlinkError):
     """A layout that cannot be described or that contradicts the manifest (shape, dtype)."""
 
 
+class LayoutMoved(LayoutError):
+    """An engine's layout may no longer be what was observed: it is to be observed again before anything is written."""
+
+
 class CoverageError(LayoutError):
     """Destination or source elements that are missing, doubled or out of bounds. Lists every violation."""
 
@@ -168,6 +172,7 @@ _KINDS: dict[str, type[WeightlinkError]] = {
         AuthError,
         NameMapError,
         LayoutError,
+        LayoutMoved,
         CoverageError,
         ReplayError,
         PlanMismatch,

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from weightlink.hooks.errors import ErrorInfo, PlanMismatch
 from weightlink.hooks.geometry import TensorSpec
-from weightlink.hooks.settings import PauseMode, WireSettings
+from weightlink.hooks.settings import PauseMode, Selector, WireSettings
 
 PROTOCOL = 1
 """Version of this message set; both ends must agree."""
@@ -124,12 +124,14 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
 
 
 class Observe(msgspec.Struct, frozen=True, tag=True):
-    """Ask every rank for its layout over this manifest. The engine pauses while its loader is replayed."""
+    """Ask every rank for its layout over this manifest. The engine pauses while its loader is replayed; a rank whose
+    layout cannot have moved since it was last asked the same answers without a replay."""
 
     budget: Budget
     tensors: tuple[TensorSpec, ...]
     layout_kind: LayoutKind
     pause_mode: PauseMode | None = None
+    selector: Selector = "all"
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from weightlink.hooks.deadline import Deadline
     from weightlink.hooks.geometry import EncodedPart, Layout, ParamSpec, TensorSpec
     from weightlink.hooks.messages import EngineContext, LayoutKind, RankPlace, Reply, Request
-    from weightlink.hooks.settings import PauseMode, WireSettings
+    from weightlink.hooks.settings import PauseMode, Selector, WireSettings
 
 
 class TrainingAdapter(Protocol):
@@ -57,9 +57,13 @@ class InferenceAdapter(Protocol):
     def context(self) -> EngineContext:
         """What the trainer needs to know. ``state``, ``version`` and ``epoch`` are filled in by the front process."""
 
-    def observe(self, tensors: Sequence[TensorSpec], kind: LayoutKind) -> Layout:
-        """This rank's layout, by replaying the engine's own loader. The engine is paused. No weight, pointer or
-        attribute may differ afterwards (``ReplayError``)."""
+    def fingerprint(self, selector: Selector) -> str:
+        """Changes whenever what :meth:`observe` finds may change for the same manifest. Cheap: asked before every
+        update."""
+
+    def observe(self, tensors: Sequence[TensorSpec], kind: LayoutKind, selector: Selector) -> Layout:
+        """This rank's layout of the selected models, by replaying the engine's own loaders. The engine is paused. No
+        weight, pointer or attribute may differ afterwards (``ReplayError``)."""
 
     def tensors(self, params: Sequence[ParamSpec]) -> Sequence[torch.Tensor]:
         """The live tensors for ``params`` (none of them staged), resolved now. Raises ``LayoutError`` if one is gone or
@@ -69,8 +73,9 @@ class InferenceAdapter(Protocol):
         """Raises ``NotIdle`` unless this rank is paused and runs no batch (it will be asked again), ``ConflictError``
         when waiting cannot help. Called in the main thread."""
 
-    def begin(self) -> None:
-        """Put the destinations into the load layout, so that they can be written in place."""
+    def begin(self, params: Sequence[ParamSpec]) -> None:
+        """Put the models that ``params`` belong to into the load layout, so that they can be written in place. May
+        follow an update that failed. Raises ``ConflictError`` when that one left other models half written."""
 
     def synchronize(self) -> None:
         """Wait for the device: every copy issued so far is complete when this returns."""

@@ -10,6 +10,8 @@ from msgspec import Meta
 from weightlink.hooks.errors import ConfigError
 
 PauseMode = Literal["abort", "retract", "in_place"]
+Selector = Literal["target", "draft", "all"]
+"""Which of an engine's models: the one that it serves, those that draft for speculative decoding, or all of them."""
 
 T = TypeVar("T")
 
@@ -35,6 +37,8 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     :param timeout: seconds for connect, and for each push unless it is given its own
     :param token: bearer token that the engines expect
     :param host: address of trainer rank 0 that engines can reach; found from the route to the first engine if None
+    :param selector: which models of an engine the trainer's tensors are for. Parameters of draft models are named with
+        the prefix ``draft.``; with ``all``, each tensor goes to every model that takes it
     :param pause_mode: how engines are paused; None picks ``retract``, or ``abort`` for engines with pipeline stages
     :param strict: one failed engine keeps every engine from committing
     :param min_engines: engines that must commit for a push to count as successful; None means all of them
@@ -48,6 +52,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout: Annotated[float, Meta(gt=0, le=86400)] = 600.0
     token: str | None = None
     host: str | None = None
+    selector: Selector = "all"
     pause_mode: PauseMode | None = None
     strict: bool = False
     min_engines: Annotated[int, Meta(ge=1)] | None = None

@@ -11,17 +11,20 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+import weightlink
 from layouts import canonical, local_values, random_side, random_tensors
 from weightlink.attach import attach
 from weightlink.board import Board
 from weightlink.front import EngineFront
 from weightlink.group import TrainerGroup
+from weightlink.hooks import hookimpl
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import (
     ConflictError,
     CoverageError,
     LayoutError,
+    LayoutMoved,
     NotIdle,
     PlanMismatch,
     UpdateFailed,
@@ -47,6 +50,7 @@ class TorchEngine:
         self.layout, self.dtype, self.log = layout, dtype, log
         self.params = [torch.full(p.shape, torch.nan, dtype=getattr(torch, p.dtype)) for p in layout.params]
         self.idle = True
+        self.shape = "as built"
         self.fail: dict[str, Exception] = {}
 
     def _note(self, what: str) -> None:
@@ -61,7 +65,10 @@ class TorchEngine:
             device="cpu", transports=("p2p",), owns_weights=False,
         )  # fmt: skip
 
-    def observe(self, tensors: Sequence[TensorSpec], kind: str) -> Layout:
+    def fingerprint(self, selector: str) -> str:
+        return f"{selector} {self.shape}"
+
+    def observe(self, tensors: Sequence[TensorSpec], kind: str, selector: str) -> Layout:
         self._note("observe")
         known = {t.name: n for n, t in enumerate(self.layout.tensors)}
         order = {known[t.name]: n for n, t in enumerate(tensors) if t.name in known}
@@ -76,7 +83,7 @@ class TorchEngine:
         if not self.idle:
             raise NotIdle("a batch is running", rank=str(self.place))
 
-    def begin(self) -> None:
+    def begin(self, params: Sequence[ParamSpec]) -> None:
         self._note("begin")
 
     def synchronize(self) -> None:
@@ -346,6 +353,74 @@ def test_replicas_of_one_engine_are_updated_in_one_transaction(rigs):
     values = load(rig, tensors, factor=0.5)
     rig.push(3)
     engine.expect(values)
+
+
+def test_an_engine_that_has_moved_is_refused_before_anything_is_written_and_only_it_is_observed_again(rigs):
+    rig, tensors = rigs(59, 2, (2,))
+    (engine,) = rig.engines.values()
+    rig.connect()
+    engine.adapters[0].shape = "moved"  # as by a new map of experts
+    with pytest.raises(LayoutMoved, match="may have changed") as moved:
+        rig.push(1)
+    assert "rank 0 (tp 0, pp 0)" in str(moved.value)
+    assert not any("begin" in entry for entry in engine.log)
+
+    rig.connect()
+    assert (engine.log.count("0 observe"), engine.log.count("1 observe")) == (2, 1)
+    idle = engine.adapters[1].require_idle
+    engine.adapters[1].require_idle = lambda mode: setattr(engine.adapters[1], "shape", "moved while it paused")
+    with pytest.raises(LayoutMoved, match="may have changed"):
+        rig.push(1)
+    assert engine.front.state is m.EngineState.PENDING
+    assert not engine.port.paused
+    engine.adapters[1].require_idle = idle
+
+    values = load(rig, tensors)
+    rig.connect()
+    rig.push(1)
+    engine.expect(values)
+
+
+class Here:
+    """A plugin that knows a rig's trainer and engine."""
+
+    @hookimpl
+    def weightlink_training_adapter(self, model: object) -> object:
+        return model if isinstance(model, TorchTrainer) else None
+
+    @hookimpl
+    def weightlink_local_engine(self, engine: object) -> object:
+        return engine if isinstance(engine, Engine) else None
+
+
+def test_a_push_observes_a_moved_engine_again_by_itself(rigs):
+    rig, tensors = rigs(61, 1, (2,))
+    (engine,) = rig.engines.values()
+    rig.plugins.register(Here(), origin="this test", name="here")
+    values = load(rig, tensors)
+    with weightlink.connect(rig.trainers[0], [engine], plugins=rig.plugins, timeout=LONG) as link:
+        link.push(1)
+        engine.adapters[1].shape = "moved"
+        engine.poison()
+        report = link.push(2)
+        engine.expect(values)
+        assert (report.version, engine.front.version, engine.log.count("1 observe")) == (2, 2, 2)
+
+        engine.front.owns_weights = True  # it has loaded a checkpoint since, and the link is proven again
+        link._drop()
+        link.push(3)
+        epoch = link._epoch
+        engine.front.note_weights_lost("release_memory_occupation")
+        engine.poison()
+        link.push(4)
+        engine.expect(values)
+        assert link._epoch == epoch + 1  # the link was proven anew, for an engine that owns nothing
+        assert engine.log.count("1 observe") == 2
+
+        engine.adapters[1].fingerprint = lambda selector: str(random.random())
+        with pytest.raises(LayoutMoved):
+            link.push(5)
+        assert engine.front.state is m.EngineState.READY
 
 
 def load(rig: Rig, tensors, factor: float = 1.0):
@@ -671,9 +746,9 @@ def test_contexts_reach_the_trainer_and_the_layout_kind_the_engine_before_either
         order.append(f"trainer's layout for {args[0].architecture}")
         return layout(*args)
 
-    def observed(tensors, kind):
+    def observed(tensors, kind, selector):
         order.append(f"engine's layout over a manifest of kind {kind}")
-        return observe(tensors, kind)
+        return observe(tensors, kind, selector)
 
     monkeypatch.setattr(engine.port, "context", asked)
     monkeypatch.setattr(rig.trainers[0], "layout", described)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import importlib.metadata
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
 from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.common import DynamicGradMode
@@ -18,11 +21,11 @@ from weightlink.converters.snapshot import Snapshot
 from weightlink.hooks.errors import ConflictError, LayoutError, NotIdle
 from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
 from weightlink.hooks.messages import PROTOCOL, EngineContext, LayoutKind, RankPlace
-from weightlink.hooks.settings import PauseMode
+from weightlink.hooks.settings import PauseMode, Selector
 
 
 class SGLangAdapter:
-    """The target model of one scheduler.
+    """The models of one scheduler: the one that it serves and those that draft for it.
 
     Created in the scheduler's main thread; what may block is called from weightlink's owner thread.
 
@@ -35,16 +38,24 @@ class SGLangAdapter:
         self._scheduler = scheduler
         self._place = place
         self._transports = transports
-        self._runner = scheduler.tp_worker.model_runner
-        self._device = next(iter(self._model.parameters())).device
-        self._open = False  # destinations are in the load layout
+        self._device = next(iter(scheduler.tp_worker.model_runner.model.parameters())).device
+        self._open: dict[str, Any] = {}  # runners, by prefix, whose weights are in the load layout
         self._entered = threading.local()
         self._entered.mode = None  # the main thread is in the right mode already
 
-    @property
-    def _model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self._runner.model  # asked every time: SGLang's reload from disk replaces it
-        return model
+    def _runners(self, selector: Selector) -> dict[str, Any]:
+        """SGLang's own choice of model runners, by the prefix of their parameters' names: none for the target."""
+        found: dict[str, Any] = {}
+        for role, runner in self._scheduler.weight_updater._select_runners(selector):
+            prefix = "" if role == "target" else role
+            found[prefix if prefix not in found else f"{prefix}{len(found)}"] = runner
+        return found
+
+    def _owners(self, params: Sequence[ParamSpec]) -> dict[str, Any]:
+        """The runners that the parameters belong to."""
+        runners = self._runners("all")
+        prefixes = {_prefix(param.name, runners) for param in params if not param.staged}
+        return {prefix: runner for prefix, runner in runners.items() if prefix in prefixes}
 
     @property
     def place(self) -> RankPlace:
@@ -70,7 +81,7 @@ class SGLangAdapter:
 
     def context(self) -> EngineContext:
         """What the trainer needs to know; the front process fills in the state."""
-        config = self._runner.model_config
+        config = self._scheduler.tp_worker.model_runner.model_config
         load_format = str(getattr(get_model().load_format, "value", get_model().load_format))
         versions = {"torch": str(torch.__version__)}
         if self._device.type == "cuda":
@@ -98,14 +109,15 @@ class SGLangAdapter:
 
     def _refusal(self) -> str:
         """Why this engine cannot be updated online, or an empty string."""
-        derived = _unsupported_derived_weight_cache_error(self._model)
-        if derived is not None:
-            return str(derived)
+        for runner in self._runners("all").values():
+            derived = _unsupported_derived_weight_cache_error(runner.model)
+            if derived is not None:
+                return str(derived)
         mode = get_model().weight_cache_mode
         args = self._scheduler.server_args
         for unsupported, why in (
             (mode != "off", f"--weight-cache-mode {mode}: the weights are shared with a daemon and other engines"),
-            (self._scheduler.draft_worker is not None, "speculative decoding: draft models are not updated yet"),
+            (args.speculative_token_map is not None, "--speculative-token-map: the draft's head is a copy"),
             (args.disaggregation_mode != "null", "disaggregated prefill and decode is not supported yet"),
             (args.hicache_storage_backend is not None, "--hicache-storage-backend: stored KV has no weight version"),
             (args.enable_lmcache, "--enable-lmcache: stored KV has no weight version"),
@@ -114,20 +126,42 @@ class SGLangAdapter:
                 return why
         return ""
 
-    def observe(self, tensors: Sequence[TensorSpec], kind: LayoutKind) -> Layout:
+    def fingerprint(self, selector: Selector) -> str:
+        """Over every parameter's and buffer's name, shape, dtype, strides and storage, and SGLang's map of experts.
+
+        Addresses are not part of it: tensors are resolved at every update."""
+        digest = hashlib.blake2b(digest_size=16)
+        for prefix, runner in sorted(self._runners(selector).items()):
+            storages: dict[int, int] = {}
+            model: torch.nn.Module = runner.model
+            for name, tensor in [
+                *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False),
+            ]:  # fmt: skip
+                storage = storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
+                facts = (prefix, name, tuple(tensor.shape), _dtype(tensor), tensor.stride(), storage)
+                digest.update(repr((*facts, tensor.storage_offset())).encode())
+        experts = get_global_expert_location_metadata()
+        if experts is not None:
+            digest.update(experts.physical_to_logical_map_cpu.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def observe(self, tensors: Sequence[TensorSpec], kind: LayoutKind, selector: Selector) -> Layout:
         """This rank's layout for the manifest, in the load layout; resident weights stay as they are."""
         self._enter()
-        if self._open:  # a failed update left it so
-            return self._replay(tensors)
-        self._runner.weight_updater.begin_weight_update()
+        runners = self._runners(selector)
+        opened = [runner for prefix, runner in runners.items() if prefix not in self._open]  # a failed update's are
+        for runner in opened:
+            runner.weight_updater.begin_weight_update()
         try:
-            return self._replay(tensors)
+            return replay.observe(
+                rank=str(self._place),
+                tensors=tensors,
+                load=functools.partial(_load, [runner.model for runner in runners.values()]),
+                modules=[(prefix, runner.model) for prefix, runner in runners.items()],
+            )
         finally:
-            self._runner.weight_updater.end_weight_update(run_post_load=False)
-
-    def _replay(self, tensors: Sequence[TensorSpec]) -> Layout:
-        model: Any = self._model
-        return replay.observe(rank=str(self._place), tensors=tensors, load=model.load_weights, modules=[("", model)])
+            for runner in opened:
+                runner.weight_updater.end_weight_update(run_post_load=False)
 
     def tensors(self, params: Sequence[ParamSpec]) -> Sequence[torch.Tensor]:
         """The live tensors, resolved by name now; raises :class:`LayoutError` for one that is gone or changed."""
@@ -143,16 +177,18 @@ class SGLangAdapter:
                     rank=str(self._place),
                     expected=(param.shape, param.dtype, param.stride),
                     found=is_now or "nothing",
-                    remedy="connect again",
+                    remedy="push again: the link observes the engine again",
                 )
             found.append(tensor.data)
         return found
 
     def _resolve(self, name: str) -> torch.Tensor | None:
         """A parameter, buffer or tensor attribute by its dotted name."""
-        path, _, attribute = name.rpartition(".")
+        runners = self._runners("all")
+        prefix = _prefix(name, runners)
+        path, _, attribute = name.removeprefix(f"{prefix}." if prefix else "").rpartition(".")
         try:
-            found = getattr(self._model.get_submodule(path), attribute)
+            found = getattr(runners[prefix].model.get_submodule(path), attribute)
         except AttributeError:
             return None
         return found if isinstance(found, torch.Tensor) else None
@@ -174,13 +210,22 @@ class SGLangAdapter:
             if not fine:
                 raise ConflictError(what, rank=str(self._place), remedy=remedy)
 
-    def begin(self) -> None:
-        """Put the destinations into the load layout. The runner's own call: the manager's would add a barrier that
-        waits for ever for a rank that died."""
+    def begin(self, params: Sequence[ParamSpec]) -> None:
+        """Put the parameters' models into the load layout. The runners' own call: the manager's would add a barrier
+        that waits for ever for a rank that died."""
         self._enter()
-        if not self._open:
-            self._runner.weight_updater.begin_weight_update()
-            self._open = True
+        runners = self._owners(params)
+        left = sorted(set(self._open) - set(runners))
+        if left:
+            raise ConflictError(
+                f"a failed update left other models half written: {', '.join(p or 'target' for p in left)}",
+                rank=str(self._place),
+                remedy="push from a link with selector='all'",
+            )
+        for prefix, runner in runners.items():
+            if prefix not in self._open:
+                runner.weight_updater.begin_weight_update()
+                self._open[prefix] = runner
 
     def synchronize(self) -> None:
         """Wait until the device has done everything that was issued."""
@@ -189,12 +234,14 @@ class SGLangAdapter:
             torch.get_device_module(self._device).synchronize(self._device)
 
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """The model's own loader over ``tensors``, in one call, without its post-load processing."""
+        """Every open model's own loader over ``tensors``, in one call each, without its post-load processing."""
         self._enter()
-        model: Any = self._model
-        before = Snapshot([("", model)])
-        with _post_load_later(model):
-            model.load_weights(iter(tensors))
+        models = [runner.model for runner in self._open.values()]
+        before = Snapshot([(prefix, runner.model) for prefix, runner in self._open.items()])
+        with contextlib.ExitStack() as later:
+            for model in models:
+                later.enter_context(_post_load_later(model))
+            _load(models, iter(tensors))
         moved = [name for name, _, _, existed in before.rebound() if existed]
         moved += before.missing()
         if moved:
@@ -207,11 +254,12 @@ class SGLangAdapter:
             )
 
     def finish(self) -> None:
-        """SGLang's post-load processing of the whole model, once: the model's own ``post_load_weights``, then every
+        """SGLang's post-load processing of each whole model, once: the model's own ``post_load_weights``, then every
         quantisation method."""
         self._enter()
-        self._runner.weight_updater.end_weight_update(run_post_load=True)
-        self._open = False
+        for prefix, runner in list(self._open.items()):
+            runner.weight_updater.end_weight_update(run_post_load=True)
+            del self._open[prefix]
 
     def commit(self, version: int, *, flush: bool) -> None:
         """Flush what the old weights produced, then record the version. Main thread."""
@@ -254,6 +302,18 @@ def _post_load_later(model: Any) -> Iterator[None]:
             del model.post_load_weights
         else:
             model.post_load_weights = own
+
+
+def _prefix(name: str, runners: Mapping[str, Any]) -> str:
+    """Which runner's parameter it is."""
+    return next((prefix for prefix in runners if prefix and name.startswith(f"{prefix}.")), "")
+
+
+def _load(models: Sequence[Any], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Every model's loader over the same tensors, as SGLang's own update calls do."""
+    named = list(weights)
+    for model in models:
+        model.load_weights(iter(named))
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -1,6 +1,6 @@
-"""Hooks for tests. One leaves every rank's weight checksums, and the addresses of its weights, in ``$WEIGHTLINK_TEST_CHECKSUMS/RANK.json``:
-SGLang answers for pipeline stage 0 only. The other lets attention data parallelism pad its idle
-batches, for which SGLang's plain torch attention has no value."""
+"""Hooks for tests. One leaves every rank's weight checksums, and the addresses of its weights, in
+``$WEIGHTLINK_TEST_CHECKSUMS/RANK.json``: SGLang answers for pipeline stage 0 only. The other lets attention data
+parallelism pad its idle batches, for which SGLang's plain torch attention has no value."""
 
 from __future__ import annotations
 
