@@ -65,7 +65,8 @@ class ParamSpec(msgspec.Struct, frozen=True):
     :param storage: number of the underlying storage on this rank; equal for aliases (tied weights)
     :param start: first element of the parameter within its storage, in elements
     :param stride: element stride per dimension of ``shape``
-    :param loaded: False when nothing but the engine itself can fill it (non-persistent buffers)
+    :param loaded: False when nothing but the engine itself can fill it (non-persistent buffers), or
+        when it belongs to a model that is not part of the update
     :param staged: memory that exists during an update only, for the whole canonical tensor ``name``, which the engine's
         own loader then takes
     """

@@ -58,4 +58,4 @@ def connect(server: Server, checkpoint: Path, **settings: Any) -> weightlink.Lin
     plugins = PluginManager()
     plugins.register(PlainPlugin(), origin="this test", name="plain")
     weights = load_file(checkpoint / "model.safetensors")
-    return weightlink.connect(weights, [server.url], plugins=plugins, timeout=60, **settings)
+    return weightlink.connect(weights, [server.url], plugins=plugins, **{"timeout": 60, **settings})

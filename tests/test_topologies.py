@@ -2,53 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import toys
-from megatron_cpu import Megatron
-from servers import serve
+from plain import connect
+from servers import Server, serve
 
 SECONDS = 600
-PROMPT = [3, 14, 15, 92, 65, 35]
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
 
 
-@pytest.fixture(scope="module")
-def megatron() -> Iterator[Megatron]:
-    with Megatron() as ranks:
-        yield ranks
+def tokens(server: Server, rank: int) -> list[int]:
+    """What one data-parallel rank generates."""
+    body = {
+        "input_ids": [3, 14, 15, 92, 65, 35],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8},
+        "routed_dp_rank": rank,
+    }
+    return list(server.post("/generate", body)["output_ids"])
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("qwen3", {"dp": 2}),
-        ("qwen3_moe", {"tp": 2, "flags": ["--attn-dp-size", "2"]}),
-    ],
-    ids=["replicas", "attention"],
-)
-def test_every_data_parallel_rank_gets_exactly_the_checkpoint(
-    megatron: Megatron, tmp_path: Path, family: str, options: dict[str, Any]
-) -> None:
-    path = toys.make(family, tmp_path / family)
-    with serve(path, tmp_path / "server", seconds=SECONDS, **options) as server:
-
-        def tokens() -> list[list[int]]:
-            sampling = {"temperature": 0, "max_new_tokens": 8}
-            bodies = [{"input_ids": PROMPT, "sampling_params": sampling, "routed_dp_rank": rank} for rank in (0, 1)]
-            return [server.post("/generate", body)["output_ids"] for body in bodies]
-
-        native, said = server.checksums(), tokens()
-        assert len(native) == 2
+def test_every_replica_gets_exactly_the_checkpoint_and_shows_one_version(tmp_path: Path) -> None:
+    path = toys.make("qwen3", tmp_path / "qwen3")
+    with serve(path, tmp_path / "server", seconds=SECONDS, dp=2) as server, connect(server, path, timeout=300) as link:
+        native, said = server.checksums(), tokens(server, 0)
+        assert native[0] == native[1]
         for version in (1, 2):
             server.poison()
-            assert all(a != b for a, b in zip(server.checksums(), native, strict=True))
-            megatron.run("push_cases:push", 2, path=str(path), urls=[server.url], versions=[version], tp=2)
+            poisoned = server.checksums()
+            assert all(rank[name] != value for rank in poisoned for name, value in native[0].items())
+            report = link.push(version)
+            assert report.engines[0].bytes == sum(link._attachment.plan.sent_bytes)  # type: ignore[union-attr]
             assert server.checksums() == native
-            assert tokens() == said
+            assert [tokens(server, rank) for rank in (0, 1)] == [said, said]
         assert server.http.get("/model_info").json()["weight_version"] == "2"
         assert server.http.get("/ready").status_code == 200
+
+
+def test_every_attention_group_gets_exactly_the_checkpoint(tmp_path: Path) -> None:
+    """SGLang's idle batches of attention data parallelism need a GPU, so that nothing is generated here."""
+    path = toys.make("qwen3_moe", tmp_path / "qwen3_moe")
+    flags = ["--attn-dp-size", "2", "--skip-server-warmup"]
+    with (
+        serve(path, tmp_path / "server", seconds=SECONDS, tp=2, flags=flags) as server,
+        connect(server, path, timeout=300) as link,
+    ):
+        native = server.checksums()
+        assert native[0] != native[1]
+        for version in (1, 2):
+            server.poison()
+            poisoned = server.checksums()
+            assert all(a[name] != value for a, b in zip(poisoned, native, strict=True) for name, value in b.items())
+            link.push(version)
+            assert server.checksums() == native

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
@@ -153,15 +155,32 @@ class SGLangAdapter:
         for runner in opened:
             runner.weight_updater.begin_weight_update()
         try:
-            return replay.observe(
+            layout = replay.observe(
                 rank=str(self._place),
                 tensors=tensors,
                 load=functools.partial(_load, [runner.model for runner in runners.values()]),
                 modules=[(prefix, runner.model) for prefix, runner in runners.items()],
             )
+            return self._without_borrowed(layout, selector)
         finally:
             for runner in opened:
                 runner.weight_updater.end_weight_update(run_post_load=False)
+
+    def _without_borrowed(self, layout: Layout, selector: Selector) -> Layout:
+        """A draft's embedding and head are often the target's. In an update of the draft alone they are the target's
+        business, unless the draft's own loader writes them."""
+        others = [r.model for prefix, r in self._runners("all").items() if prefix not in self._runners(selector)]
+        lent = {p.untyped_storage()._cdata for model in others for p in model.parameters()}
+        written = {*layout.regions.param.tolist(), *layout.fills.param.tolist()}
+
+        def borrowed(number: int, name: str) -> bool:
+            tensor = None if number in written else self._resolve(name)
+            return tensor is not None and tensor.untyped_storage()._cdata in lent
+
+        params = tuple(
+            msgspec.structs.replace(p, loaded=False) if borrowed(n, p.name) else p for n, p in enumerate(layout.params)
+        )
+        return dataclasses.replace(layout, params=params)
 
     def tensors(self, params: Sequence[ParamSpec]) -> Sequence[torch.Tensor]:
         """The live tensors, resolved by name now; raises :class:`LayoutError` for one that is gone or changed."""

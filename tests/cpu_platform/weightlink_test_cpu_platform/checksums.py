@@ -1,6 +1,5 @@
-"""Hooks for tests. One leaves every rank's weight checksums, and the addresses of its weights, in
-``$WEIGHTLINK_TEST_CHECKSUMS/RANK.json``: SGLang answers for pipeline stage 0 only. The other lets attention data
-parallelism pad its idle batches, for which SGLang's plain torch attention has no value."""
+"""Leaves every rank's weight checksums, and the addresses of its weights, in ``$WEIGHTLINK_TEST_CHECKSUMS/RANK.json``:
+SGLang answers for pipeline stage 0 only."""
 
 from __future__ import annotations
 
@@ -19,13 +18,6 @@ def register() -> None:
 
         target = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
         HookRegistry.register(target, write, HookType.AFTER)
-        backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-        HookRegistry.register(f"{backend}.get_cuda_graph_seq_len_fill_value", padding, HookType.AROUND)
-
-
-def padding(_original: Any, _backend: Any) -> int:
-    """Around ``get_cuda_graph_seq_len_fill_value``: the value that most of SGLang's own backends answer."""
-    return 1
 
 
 def write(payload: dict[str, Any] | None, runner: Any, *_args: object, **_kwargs: object) -> None:
