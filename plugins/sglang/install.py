@@ -25,12 +25,12 @@ class Hook(NamedTuple):
 def hooks() -> list[Hook]:
     """The hooks of this process: every hook costs time, so SGLang's child processes get only those they need."""
     target = getattr(multiprocessing.current_process(), "_target", None)
-    role = getattr(target, "__module__", "")
-    if role in ("sglang.srt.managers.detokenizer_manager", "sglang.srt.managers.data_parallel_controller"):
+    role = getattr(target, "__name__", "")
+    if role in ("run_detokenizer_process", "run_data_parallel_controller_process"):
         return []
     from weightlink.plugins.sglang import rank
 
-    if role == "sglang.srt.managers.scheduler":
+    if role in ("run_scheduler_process", "run_scheduler_process_with_init_pipe"):
         return rank.HOOKS
     from weightlink.plugins.sglang import front
 
