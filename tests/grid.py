@@ -41,7 +41,7 @@ class Cell:
     :param family: a toy of toys.py
     :param world: trainer ranks
     :param trainer: keyword arguments of the Megatron builder: ``tp``, ``pp``, ``vpp``, ``ep``, ``etp``, ``cp``
-    :param engine: ``tp``, ``pp``, ``ep``, and ``server`` with further SGLang arguments
+    :param engine: ``tp``, ``pp``, ``ep``, ``rounded`` (warm.py), and ``server`` with further SGLang arguments
     :param dtype: of both sides. The weights of a ``float32`` cell are index-coded: every element of the checkpoint is
         another number, so that no swap of equal shapes can pass
     :param ignore: names of the checkpoint that this engine does not load

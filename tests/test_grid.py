@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from grid import Cell, Grid, cases
@@ -38,6 +39,10 @@ SPREAD = [
     Cell("glm4_moe", 4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, {"tp": 2}, dtype="bfloat16"),
     Cell("bailing_moe_v2", 2, {"tp": 2}, {"tp": 2}, dtype="bfloat16"),
     Cell("bailing_moe", 1, {}, {"tp": 2}),
+    Cell("qwen3", 2, {"tp": 2}, {"tp": 4, "rounded": False}),  # more ranks than key-value heads
+    Cell("qwen3_moe", 2, {"ep": 2}, {"tp": 4, "rounded": False, "ep": 2}),  # experts cut in two ways
+    Cell("qwen3_moe", 2, {"tp": 2}, {"tp": 4, "rounded": False, "server": {"attn_dp_size": 2}}),
+    Cell("qwen3", 2, {"tp": 2}, {"tp": 2, "server": {"attn_dp_size": 2, "enable_dp_lm_head": True}}),
 ]
 
 DENSE = (
@@ -76,6 +81,35 @@ FULL = [
     Cell(family, world, trainer, engine)
     for family, (trainers, engines) in LAYOUTS.items()
     for world, trainer in trainers
+    for engine in engines
+]
+#: Further engine layouts, each with two trainer layouts: more ranks than key-value heads, attention in data-parallel
+#: groups, experts cut in two ways.
+DENSE_TOPOLOGIES: tuple[dict[str, Any], ...] = (
+    {"tp": 4, "rounded": False},
+    {"tp": 2, "server": {"attn_dp_size": 2}},
+    {"tp": 4, "rounded": False, "server": {"attn_dp_size": 2}},
+    {"tp": 2, "server": {"attn_dp_size": 2, "enable_dp_lm_head": True}},
+    {"tp": 2, "pp": 2, "server": {"attn_dp_size": 2}},
+)
+MOE_TOPOLOGIES: tuple[dict[str, Any], ...] = (
+    *DENSE_TOPOLOGIES,
+    {"tp": 4, "rounded": False, "ep": 2},
+    {"tp": 4, "rounded": False, "ep": 4},
+    {"tp": 2, "ep": 2, "pp": 2},
+    {"tp": 4, "rounded": False, "ep": 2, "server": {"attn_dp_size": 2}},
+    {"tp": 4, "rounded": False, "ep": 4, "server": {"attn_dp_size": 4}},
+    {"tp": 4, "rounded": False, "server": {"attn_dp_size": 2, "moe_dense_tp_size": 1}},
+)
+FULL += [
+    Cell(family, world, trainer, engine)
+    for family, engines in (
+        ("qwen3", DENSE_TOPOLOGIES),
+        ("llama_tied", DENSE_TOPOLOGIES),
+        ("qwen3_moe", MOE_TOPOLOGIES),
+        ("glm4_moe", MOE_TOPOLOGIES),
+    )
+    for world, trainer in ((1, {}), (2, {"tp": 2}))
     for engine in engines
 ]
 

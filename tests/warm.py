@@ -70,11 +70,16 @@ class Warm:
         tp: int = 1,
         pp: int = 1,
         ep: int = 1,
+        rounded: bool = True,
         seconds: float = 120.0,
         arguments: dict[str, Any] | None = None,
         server: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Every rank's result. ``server`` holds further ``ServerArgs``. Raises :class:`CellFailed`."""
+        """Every rank's result. ``server`` holds further ``ServerArgs``. Raises :class:`CellFailed`.
+
+        :param rounded: False keeps SGLang from rounding the model's sizes up to suit the ranks, which it does on CPUs
+            only (and wrongly for fewer key-value heads than ranks): the layout is that of a GPU
+        """
         if not self._ready:
             self._answer(START_SECONDS)
             self._ready = True
@@ -84,6 +89,7 @@ class Warm:
             "tp": tp,
             "pp": pp,
             "ep": ep,
+            "rounded": rounded,
             "seconds": seconds,
             "arguments": arguments or {},
             "server": server or {},
@@ -193,6 +199,7 @@ def _rank(request: dict[str, Any], rank: int, port: int, folder: Path) -> None:
 
 def _runner(request: dict[str, Any], rank: int, port: int) -> Any:
     import sglang.benchmark.one_batch as one_batch
+    import sglang.srt.model_executor.model_runner as model_runner
     import torch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import publish, spawn_world_rank
@@ -214,6 +221,8 @@ def _runner(request: dict[str, Any], rank: int, port: int) -> Any:
         ep_size=request["ep"],
         **request["server"],
     )
+    if not request["rounded"]:
+        model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *_: model_config
     world_rank = spawn_world_rank(server, tp_rank=rank % tp, pp_rank=rank // tp)
     publish(server, role="scheduler", ranks=one_batch.SpawnRanks(world_rank=world_rank, gpu_id=0))
     one_batch._init_process_global_configs()
