@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,19 +50,12 @@ def coupled(runner: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 def cell(runner: Any, kind: str) -> dict[str, Any]:
     """An update by the adapter: regions into poisoned memory, then its loader. In a rank's process."""
     from oracle import deliver, live, poison, write
-    from sglang.srt.runtime_context import get_parallel
+    from test_adapter import adapter_of
     from weightlink.hooks.geometry import TensorSpec
-    from weightlink.hooks.messages import RankPlace
-    from weightlink.plugins.sglang.adapter import SGLangAdapter
 
     model, tensors = mamba2() if kind == "mamba2" else coupled(runner)
     runner.model = model
-    tp = get_parallel()
-    adapter = SGLangAdapter(
-        SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner)),
-        RankPlace(tp.tp_rank, tp.tp_size, tp.tp_rank, tp.tp_size, 0, 1),
-        ("p2p",),
-    )
+    adapter = adapter_of(runner)
     specs = [TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
     calls = {"load": 0, "post": 0}
     for name, count in (("load_weights", "load"), ("post_load_weights", "post")):
@@ -72,7 +64,7 @@ def cell(runner: Any, kind: str) -> dict[str, Any]:
 
     model.load_weights(iter(tensors.items()))
     runner.weight_updater.end_weight_update(run_post_load=True)
-    layout = adapter.observe(specs, "hf")
+    layout = adapter.observe(specs, "hf", "all")
     params = live([("", model)], layout.params)
     own = [p for spec, p in zip(layout.params, params, strict=True) if spec.loaded and not spec.staged]
     names = [spec.name for spec in layout.params if spec.loaded and not spec.staged]
@@ -84,7 +76,7 @@ def cell(runner: Any, kind: str) -> dict[str, Any]:
     }
     want, wanted = [t.clone() for t in own], {name: t.clone() for name, t in derived.items()}
     poison([*own, *derived.values()])
-    adapter.begin()
+    adapter.begin(layout.params)
     write(layout, params, tensors)
     calls.update(load=0, post=0)
     deliver(layout, params, lambda weights: adapter.load(list(weights)))

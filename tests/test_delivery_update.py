@@ -46,13 +46,13 @@ class Model(nn.Module):
 class LoadingEngine(TorchEngine):
     """An engine rank whose layout is observed on a real module."""
 
-    def __init__(self, rank: int, world: int, layout: Layout, dtype: str, log: list[str]) -> None:
-        super().__init__(rank, world, layout, dtype, log)
-        self.model = Model(rank)
+    def __init__(self, place: m.RankPlace, layout: Layout, dtype: str, log: list[str]) -> None:
+        super().__init__(place, layout, dtype, log)
+        self.model = Model(place.rank)
         self.params = list(self.model.parameters())
         self.given: list[weakref.ref[torch.Tensor]] = []
 
-    def observe(self, tensors: Sequence[TensorSpec], kind: str) -> Layout:
+    def observe(self, tensors: Sequence[TensorSpec], kind: str, selector: str) -> Layout:
         self._note("observe")
         return observe(rank=str(self.place), tensors=tensors, load=self.model.load_weights, modules=[("", self.model)])
 

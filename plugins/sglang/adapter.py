@@ -172,13 +172,16 @@ class SGLangAdapter:
         others = [r.model for prefix, r in self._runners("all").items() if prefix not in self._runners(selector)]
         lent = {p.untyped_storage()._cdata for model in others for p in model.parameters()}
         written = {*layout.regions.param.tolist(), *layout.fills.param.tolist()}
+        delivered = {entry.name for entry in layout.opaque}
 
-        def borrowed(number: int, name: str) -> bool:
-            tensor = None if number in written else self._resolve(name)
+        def borrowed(number: int, param: ParamSpec) -> bool:
+            if param.staged or number in written or param.name in delivered:
+                return False
+            tensor = self._resolve(param.name)
             return tensor is not None and tensor.untyped_storage()._cdata in lent
 
         params = tuple(
-            msgspec.structs.replace(p, loaded=False) if borrowed(n, p.name) else p for n, p in enumerate(layout.params)
+            msgspec.structs.replace(p, loaded=False) if borrowed(n, p) else p for n, p in enumerate(layout.params)
         )
         return dataclasses.replace(layout, params=params)
 
