@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import toys_deepseek
 import toys_moe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -62,43 +63,6 @@ def _qwen3_moe(width: int = 96) -> tuple[Any, dict[str, Any]]:
     return Qwen3MoeForCausalLM(config), {}
 
 
-def _deepseek_v3() -> tuple[Any, dict[str, Any]]:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = DeepseekV3Config(
-        moe_intermediate_size=72,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=96,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=40,
-        n_shared_experts=1,
-        **{**_COMMON, "num_key_value_heads": 4},
-    )
-    scaling = {
-        "type": "yarn",
-        "rope_type": "yarn",
-        "factor": 2.0,
-        "original_max_position_embeddings": 256,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    }
-    return DeepseekV3ForCausalLM(config), {
-        "moe_layer_freq": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "rope_scaling": scaling,
-        "num_nextn_predict_layers": 0,
-    }
-
-
 _FAMILIES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "qwen3": _qwen3,
     "llama_tied": _llama_tied,
@@ -106,8 +70,8 @@ _FAMILIES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "qwen3_moe_uneven": lambda: _qwen3_moe(72),
     "qwen3_deep": _qwen3_deep,
     "qwen2": _qwen2,
-    "deepseek_v3": _deepseek_v3,
     **toys_moe.TOYS,
+    **toys_deepseek.TOYS,
 }
 
 
@@ -128,7 +92,10 @@ def family_of(toy: str) -> str:
 
 
 def make(family: str, path: Path | str) -> Path:
-    """Writes the checkpoint of ``family`` to ``path``, unless it is there already."""
+    """Writes the checkpoint of ``family`` to ``path``, unless it is there already.
+
+    A family is a model and what its ``config.json`` says besides; under ``files`` it has further files by name.
+    """
     path = Path(path)
     if (path / "config.json").exists():
         return path
@@ -155,6 +122,8 @@ def make(family: str, path: Path | str) -> Path:
         model.save_pretrained(path)
     finally:
         torch.random.set_rng_state(state)
+    for file, text in extra.pop("files", {}).items():
+        (path / file).write_text(text)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **extra}, indent=1))
     return path
