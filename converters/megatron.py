@@ -71,6 +71,7 @@ def sizes_of(config: object, hf_config: Mapping[str, object]) -> dict[str, int]:
         "moe_ffn": of("moe_ffn_hidden_size"),
         "shared_ffn": of("moe_shared_expert_intermediate_size"),
         "experts": of("num_moe_experts"),
+        "layers": of("num_layers"),
     }
     if heads and groups and channels:
         found |= {"qpg": heads // groups, "q": heads // groups * channels}
@@ -140,7 +141,7 @@ def read_layout(
     for shard in shards:
         if any(fnmatchcase(shard.key, pattern) for pattern in exclude):
             continue
-        match = family.match(shard.key)
+        match = family.match(shard.key, sizes, rank)
         if match is None:
             missing.add(shard.key)
         else:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weightlink.converters.families.rules import Match, Part, evaluate, symbols
-from weightlink.hooks.errors import LayoutError, NameMapError
+from weightlink.converters.families.rules import Match, Part, value
+from weightlink.hooks.errors import LayoutError
 
 
 class Box(Protocol):
@@ -46,7 +46,7 @@ def pieces(box: Box, match: Match, sizes: Mapping[str, int], rank: str) -> Itera
     """
     rule = match.rule
     columns = (box.global_offset[1:], box.local_shape[1:], box.global_shape[1:])
-    stacked = _value(rule.stack, sizes, box, rank) if rule.stack else 0
+    stacked = value(rule.stack, sizes, box.key, rank) if rule.stack else 0
     if stacked and match.index >= stacked:
         raise LayoutError(
             "a parameter's number is beyond the stacked dimension",
@@ -69,7 +69,7 @@ def _runs(box: Box, match: Match, sizes: Mapping[str, int], rank: str) -> Iterat
         yield match.parts[0].name, box.global_shape[0], start, end - start, 1, 0
         return
     parts = [_Sized.of(part, match, sizes, box, rank) for part in match.parts]
-    groups = _value(match.rule.groups, sizes, box, rank) if match.rule.groups else 1
+    groups = value(match.rule.groups, sizes, box.key, rank) if match.rule.groups else 1
     per_group = sum(part.length for part in parts)
     _require_rows(box, parts, groups, rank)
     # Only the groups that the local rows touch: one at least is cut when there are fewer groups than ranks.
@@ -97,9 +97,9 @@ class _Sized:
 
     @classmethod
     def of(cls, part: Part, match: Match, sizes: Mapping[str, int], box: Box, rank: str) -> _Sized:
-        rows, units, at = (_value(text, sizes, box, rank) for text in (part.rows, part.units, part.at))
-        every = _value(part.every, sizes, box, rank) if part.every else rows
-        size = _value(part.size, sizes, box, rank) if part.size else 0
+        rows, units, at = (value(text, sizes, box.key, rank) for text in (part.rows, part.units, part.at))
+        every = value(part.every, sizes, box.key, rank) if part.every else rows
+        size = value(part.size, sizes, box.key, rank) if part.size else 0
         return cls(part.name, rows, units, every, at, size)
 
     @property
@@ -118,18 +118,6 @@ class _Sized:
             for unit in range(low // self.rows, -(-high // self.rows)):
                 first, last = max(low, unit * self.rows), min(high, (unit + 1) * self.rows)
                 yield base + unit * self.every + first - unit * self.rows, last - first, 1, first - low
-
-
-def _value(expression: str, sizes: Mapping[str, int], box: Box, rank: str) -> int:
-    absent = symbols(expression) - sizes.keys()
-    if absent:
-        raise NameMapError(
-            f"a rule names sizes that the model's configuration does not have: {', '.join(sorted(absent))}",
-            tensor=box.key,
-            rank=rank,
-            expected=", ".join(sorted(sizes)),
-        )
-    return evaluate(expression, sizes)
 
 
 def _require_rows(box: Box, parts: Sequence[_Sized], groups: int, rank: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from weightlink.converters.families import (
     bailing_moe,
+    deepseek,
     glm4,
     glm4_moe,
     llama,
@@ -28,6 +29,7 @@ BUILTIN = (
     glm4.FAMILY,
     glm4_moe.FAMILY,
     bailing_moe.FAMILY,
+    deepseek.FAMILY,
 )
 
 

@@ -38,10 +38,14 @@ class Family:
             table[pattern(rule.key)] = rule
         object.__setattr__(self, "_table", table)
 
-    def match(self, key: str) -> Match | None:
-        """The rule for a key of ``sharded_state_dict``, with its numbers filled in; None without one."""
+    def match(self, key: str, sizes: Mapping[str, int] | None = None, rank: str = "") -> Match | None:
+        """The rule for a key of ``sharded_state_dict``, with its numbers filled in; None without one.
+
+        :param sizes: symbols that names may use in expressions
+        :raises NameMapError: for such a symbol that is not among them
+        """
         rule = self._table.get(pattern(key))
-        return None if rule is None else match(rule, key)
+        return None if rule is None else match(rule, key, sizes or {}, rank)
 
     def unknown(self, keys: Sequence[str], *, rank: str) -> NameMapError:
         """The error for ``keys`` without a rule, with the line that would add one."""

@@ -16,10 +16,11 @@ from the model's own configuration (:func:`weightlink.converters.megatron.sizes_
 ``moe_ffn``              the same of one routed expert
 ``shared_ffn``           the same of the shared experts together
 ``experts``              routed experts of a layer
+``layers``               decoder layers, next-token layers not counted
 ======================== ===========================================================================
 
 ``{L}`` stands for the global layer number, ``{E}`` for the global expert number; every placeholder of the key may be
-used in the names.
+used in the names, also in an expression: ``{L+layers}``.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from weightlink.hooks.errors import PluginError
+from weightlink.hooks.errors import NameMapError, PluginError
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_IN_NAME = re.compile(r"\{([^{}]*)\}")
 _EXPRESSION = re.compile(r"\w+(\*\w+)*(\+\w+(\*\w+)*)*")
 
 
@@ -95,8 +97,9 @@ class Rule:
         expressions = [self.groups, self.stack]
         for part in parts:
             expressions += [part.rows, part.units, part.every, part.at, part.size]
-            unknown = set(PLACEHOLDER.findall(part.name)) - known
-            if unknown:
+            inserted = _IN_NAME.findall(part.name)
+            expressions += inserted
+            if any(not symbols(text) & known for text in inserted):
                 raise PluginError(
                     f"family {family!r}: a name uses a placeholder that the key does not have",
                     found=f"{part.name} for {self.key}",
@@ -127,12 +130,16 @@ class Match:
     index: int
 
 
-def match(rule: Rule, key: str) -> Match:
-    """``rule`` applied to ``key``, which must fit it."""
-    numbers = NUMBER.findall(key)
-    values = dict(zip(PLACEHOLDER.findall(rule.key), numbers, strict=True))
-    parts = tuple(replace(part, name=part.name.format(**values)) for part in rule.parts)
-    return Match(rule, parts, int(numbers[-1]) if numbers else 0)
+def match(rule: Rule, key: str, sizes: Mapping[str, int], rank: str) -> Match:
+    """``rule`` applied to ``key``, which must fit it. Raises :class:`NameMapError` for a symbol that is not known."""
+    numbers = [int(number) for number in NUMBER.findall(key)]
+    known = {**sizes, **dict(zip(PLACEHOLDER.findall(rule.key), numbers, strict=True))}
+
+    def insert(found: re.Match[str]) -> str:
+        return str(value(found[1], known, key, rank))
+
+    parts = tuple(replace(part, name=_IN_NAME.sub(insert, part.name)) for part in rule.parts)
+    return Match(rule, parts, numbers[-1] if numbers else 0)
 
 
 def pattern(key: str) -> str:
@@ -145,8 +152,16 @@ def symbols(expression: str) -> set[str]:
     return {word for word in re.split(r"[*+]", expression) if word and not word.isdigit()}
 
 
-def evaluate(expression: str, sizes: Mapping[str, int]) -> int:
-    """The value of an expression, all of whose symbols are in ``sizes``."""
+def value(expression: str, sizes: Mapping[str, int], key: str, rank: str) -> int:
+    """The value of an expression of the rule for ``key``. Raises :class:`NameMapError` for symbols without a size."""
+    absent = symbols(expression) - sizes.keys()
+    if absent:
+        raise NameMapError(
+            f"a rule names sizes that the model's configuration does not have: {', '.join(sorted(absent))}",
+            tensor=key,
+            rank=rank,
+            expected=", ".join(sorted(sizes)),
+        )
     total = 0
     for term in expression.split("+"):
         product = 1

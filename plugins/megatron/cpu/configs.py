@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from weightlink.hooks.errors import ConfigError
+from weightlink.plugins.megatron.cpu.mla import has_mla, mla_options
 from weightlink.plugins.megatron.cpu.moe import moe_options
 
 
@@ -15,10 +16,10 @@ def transformer_config(hf: dict[str, Any], *, dtype: torch.dtype, **parallel: An
 
     :param parallel: Megatron's own names, e.g. ``tensor_model_parallel_size``
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     architecture = hf["architectures"][0]
-    return TransformerConfig(
+    return (MLATransformerConfig if has_mla(hf) else TransformerConfig)(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         num_attention_heads=hf["num_attention_heads"],
@@ -29,7 +30,7 @@ def transformer_config(hf: dict[str, Any], *, dtype: torch.dtype, **parallel: An
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
-        qk_layernorm=architecture.startswith("Qwen3") or bool(hf.get("use_qk_norm")),
+        qk_layernorm=architecture.startswith("Qwen3") or bool(hf.get("use_qk_norm")) or has_mla(hf),
         add_qkv_bias=architecture.startswith("Qwen2") or bool(hf.get("attention_bias") or hf.get("use_qkv_bias")),
         rotary_interleaved=architecture in ("GlmForCausalLM", "Glm4ForCausalLM"),
         add_bias_linear=False,
@@ -44,6 +45,8 @@ def transformer_config(hf: dict[str, Any], *, dtype: torch.dtype, **parallel: An
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        mtp_num_layers=hf.get("num_nextn_predict_layers") or None,
+        **(mla_options(hf) if has_mla(hf) else {}),
         **moe_options(hf),
         **parallel,
     )
@@ -51,6 +54,8 @@ def transformer_config(hf: dict[str, Any], *, dtype: torch.dtype, **parallel: An
 
 def rotary_options(hf: dict[str, Any]) -> dict[str, Any]:
     """The ``GPTModel`` arguments for rotary embeddings. Raises :class:`ConfigError` for scaled ones."""
+    if has_mla(hf):
+        return {"position_embedding_type": "rope"}  # MLA brings its own, from the configuration
     rope = hf.get("rope_parameters") or hf
     if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
         raise ConfigError("a model with scaled rotary embeddings cannot be built here", found=rope)

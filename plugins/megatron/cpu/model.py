@@ -34,7 +34,11 @@ def build_model(
     install_cpu_patches()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
 
     parallel_state.initialize_model_parallel(
         tp,
@@ -63,15 +67,18 @@ def build_model(
             spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
             if hf["architectures"][0] == "Glm4ForCausalLM":
                 add_output_norms(spec)
+        last = stage == pp - 1 and chunk == (vpp or 1) - 1
+        mtp = get_gpt_mtp_block_spec(config, spec, False, vp_stage=vp_stage) if config.mtp_num_layers else None
         model = GPTModel(
             config,
             spec,
             vocab_size=padded,
             max_sequence_length=max_sequence_length,
             pre_process=stage == 0 and chunk == 0,
-            post_process=stage == pp - 1 and chunk == (vpp or 1) - 1,
+            post_process=last,
             **rotary_options(hf),
             share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
+            mtp_block_spec=mtp,
             vp_stage=vp_stage,
         )
         chunks.append(model.to(dtype))

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from weightlink.plugins.megatron.cpu.mla import install_mla_patches
 
 _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "zeros_like", "empty_like", "arange")
 _installed = False
@@ -62,3 +63,4 @@ def install_cpu_patches() -> None:
     megatron_random.CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
     # Without Transformer Engine the name is missing.
     moe_utils.te_general_gemm = None
+    install_mla_patches()
