@@ -191,8 +191,9 @@ class Grid:
         plain = toys.make(family, self._folder / family)
         return plain if dtype != "float32" else toys.coded(plain, self._folder / f"{family}-coded")
 
-    def judge(self, cell: Cell) -> None:
-        """Fails unless every parameter of every rank is what SGLang loaded."""
+    def judge(self, cell: Cell) -> list[tuple[Layout, list[torch.Tensor]]]:
+        """Fails unless every parameter of every rank is what SGLang loaded. Returns each engine rank's layout, and what
+        arrived for its ``params``."""
         trained = self._trainer(cell)
         manifest = merge_manifest(trained.layouts)
         loaded = self._engine(cell, manifest)
@@ -213,6 +214,7 @@ class Grid:
                 assert torch.equal(_bits(have), _bits(tensor)), f"{layout.params[number].name} on rank {rank}"
         stored = toys.names(self.checkpoint(cell.family, cell.dtype))
         assert {t.name for t in manifest} == stored
+        return list(zip(layouts, targets, strict=True))
 
     def _trainer(self, cell: Cell) -> Trained:
         key = f"{cell.family}-{cell.dtype}-{cell.world}-{json.dumps(dict(cell.trainer), sort_keys=True)}"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import toys
 from safetensors.torch import load_file, save_file
 from weightlink.converters.checkpoint import context_from_checkpoint
 from weightlink.hooks.deadline import Deadline
@@ -51,7 +52,7 @@ def layout(path: str, out: str, fill: str = "rules", dtype: str = "float32", **p
     """Writes this rank's packed layout and its live tensors, filled by our rules or by the formulas below."""
     chunks = build(path, dtype, **parallel)
     if fill == "rules":
-        load_hf(chunks, path, timeout=30)
+        load_hf(chunks, path, timeout=30, ignore=toys.COPIES)
     else:
         fill_by_formula(chunks, Path(path))
     adapter = MegatronAdapter(chunks)

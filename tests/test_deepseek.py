@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import toys
+from grid import Cell, Grid, world_rank
 from megatron_cpu import Megatron
-from safetensors.torch import load_file
+from oracle import poison
+from safetensors.torch import load_file, save_file
+from warm import shared
+from weightlink.hooks.errors import CoverageError
 
 IDS = [[i * 7 % 249 for i in range(16)]]
-#: What Megatron has no tensor of its own for.
-COPIES = ["model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,9 @@ def distance(found: Any, want: torch.Tensor) -> float:
     ("family", "world", "parallel"),
     [
         ("deepseek_v2", 1, {"tp": 1}),
-        ("deepseek_v2_lite", 2, {"tp": 2, "etp": 1}),
         ("deepseek_v3", 2, {"tp": 2}),
-        ("deepseek_v3", 2, {"tp": 1, "ep": 2}),
+        pytest.param("deepseek_v2_lite", 2, {"tp": 2, "etp": 1}, marks=pytest.mark.grid),
+        pytest.param("deepseek_v3", 2, {"tp": 1, "ep": 2}, marks=pytest.mark.grid),
     ],
 )
 def test_logits_equal_transformers(megatron, folder, family, world, parallel):
@@ -72,11 +74,11 @@ def next_token_logits(path: str, ids: list[list[int]], tp: int = 1) -> Any:
     """On a Megatron rank: logits of the model and of its next-token layer."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from megatron_worker import build
-    from weightlink.plugins.megatron import load_hf
     from weightlink.plugins.megatron import cpu as megatron_cpu
+    from weightlink.plugins.megatron import load_hf
 
     (model,) = build(path, tp=tp)
-    load_hf(model, path, timeout=30, ignore=COPIES)
+    load_hf(model, path, timeout=30, ignore=toys.COPIES)
     hidden: list[torch.Tensor] = []
     model.mtp.register_forward_hook(lambda module, args, output: hidden.append(output))
     tokens = torch.tensor(ids)
@@ -119,7 +121,7 @@ def reference_next_token_logits(path: Path) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.grid), 2])
 def test_next_token_layer_equals_transformers_own_layer(megatron, folder, tp):
     path = toys.make("deepseek_v3_mtp", folder / "deepseek_v3_mtp")
     want = reference_next_token_logits(path)
@@ -147,3 +149,91 @@ def test_copies_in_the_checkpoint_are_left_out_by_declaration_only(megatron, fol
     for name in ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight", "ignore="):
         assert name in said
     assert "eh_proj" not in said
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+NEXT_TOKEN = ("model.layers.2.*",)
+TRUSTED = {"server": {"trust_remote_code": True}}
+V3 = "deepseek_v3"
+SPREAD = [
+    Cell(V3, 2, {"tp": 2}, {"tp": 2, "ep": 2}, dtype="bfloat16"),
+    Cell("deepseek_v2_lite", 2, {"ep": 2}, {"pp": 2}),
+    Cell("deepseek_v3_mtp", 2, {"pp": 2}, {"tp": 2}, ignore=NEXT_TOKEN),
+]
+TRAINERS = [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 1}), (4, {"tp": 2, "ep": 2})]
+ENGINES = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "ep": 2}]
+FULL = [
+    Cell(family, world, trainer, {**engine, **(TRUSTED if family == "kimi_k2" else {})}, ignore=ignore)
+    for family, ignore in {
+        V3: (),
+        "deepseek_v2": (),
+        "deepseek_v2_lite": (),
+        "kimi_k2": (),
+        "deepseek_v3_mtp": NEXT_TOKEN,
+    }.items()
+    for world, trainer in TRAINERS
+    for engine in ENGINES
+]
+
+
+@pytest.fixture(scope="module")
+def grid(megatron: Megatron, folder: Path) -> Grid:
+    return Grid(megatron, folder)
+
+
+def update(runner: Any, out: str) -> dict[str, Any]:
+    """In an engine rank: poisons all weights and what SGLang derives of them, writes what arrived, and lets SGLang
+    finish the update."""
+    model, rank = runner.model, world_rank()
+
+    def resident() -> dict[str, torch.Tensor]:
+        return {
+            f"{path}.{name}": value.data
+            for path, module in model.named_modules()
+            for name, value in [*module._parameters.items(), *vars(module).items()]
+            if isinstance(value, torch.Tensor)
+        }
+
+    held = resident()
+    wanted = {name: tensor.clone() for name, tensor in held.items()}
+    places = {name: tensor.data_ptr() for name, tensor in held.items()}
+    runner.weight_updater.begin_weight_update()
+    poison(list(held.values()))
+    arrived = load_file(Path(out) / f"arrived{rank}.safetensors")
+    for name, tensor in arrived.items():
+        held[name].copy_(tensor)
+    runner.weight_updater.end_weight_update(run_post_load=True)
+    now = resident()
+    return {
+        "derived": sorted(now.keys() - arrived.keys()),
+        "different": [name for name, tensor in wanted.items() if not torch.equal(tensor, now[name])],
+        "moved": [name for name, place in places.items() if now[name].data_ptr() != place],
+    }
+
+
+@pytest.mark.parametrize("cell", SPREAD, ids=lambda cell: cell.id)
+def test_weights_and_what_sglang_derives_of_them(grid: Grid, tmp_path: Path, cell: Cell) -> None:
+    for rank, (layout, tensors) in enumerate(grid.judge(cell)):
+        loaded = {spec.name: t for spec, t in zip(layout.params, tensors, strict=True) if spec.loaded}
+        save_file({name: t.contiguous() for name, t in loaded.items()}, tmp_path / f"arrived{rank}.safetensors")
+        if cell.dtype == "bfloat16":
+            (bias,) = (t for name, t in loaded.items() if name.endswith(".e_score_correction_bias"))
+            assert bias.dtype == torch.float32
+            assert not torch.equal(bias, bias.bfloat16().float())  # nothing rounded it on the way
+    checkpoint = grid.checkpoint(cell.family, cell.dtype)
+    for rank in shared().run("test_deepseek:update", checkpoint, arguments={"out": str(tmp_path)}, **cell.engine):
+        assert rank["different"] == rank["moved"] == []
+        assert {name.rpartition(".")[2] for name in rank["derived"]} == {"w_kc", "w_vc"}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("cell", [cell for cell in FULL if cell not in SPREAD], ids=lambda cell: cell.id)
+def test_the_full_grid(grid: Grid, cell: Cell) -> None:
+    grid.judge(cell)
+
+
+def test_next_token_weights_are_left_out_by_declaration_only(grid: Grid) -> None:
+    """An engine without a draft model does not take them."""
+    with pytest.raises(CoverageError, match="ignore="):
+        grid.judge(Cell("deepseek_v3_mtp", 2, {"pp": 2}, {"tp": 2}))

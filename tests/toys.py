@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,9 @@ _FAMILIES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 }
 
 
+#: Copies that a next-token layer may hold of the embeddings and the output layer: nobody loads them.
+COPIES = ["model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"]
+
 #: Toys that are not called like their family.
 FAMILY = {
     "llama_tied": "llama",
@@ -83,6 +87,11 @@ FAMILY = {
     "glm": "glm4",
     "glm4_moe_air": "glm4_moe",
     "bailing_moe_v2": "bailing_moe",
+    "deepseek_v2": "deepseek",
+    "deepseek_v2_lite": "deepseek",
+    "deepseek_v3": "deepseek",
+    "deepseek_v3_mtp": "deepseek",
+    "kimi_k2": "deepseek",
 }
 
 
@@ -146,14 +155,17 @@ def coded(plain: Path, path: Path) -> Path:
     if first > 1 << 24:
         raise ValueError(f"{plain.name} has more elements than float32 can count")
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    for file in plain.glob("*.py"):
+        shutil.copy(file, path)
     config = json.loads((plain / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=1))
     return path
 
 
 def names(path: Path) -> set[str]:
-    """The tensors of a checkpoint, without a second copy of a tied matrix."""
+    """The tensors of a checkpoint, without second copies of a matrix."""
     with safe_open(path / "model.safetensors", framework="pt") as opened:
         stored = set(opened.keys())
+    stored = {name for name in stored if not any(fnmatchcase(name, copy) for copy in COPIES)}
     tied = json.loads((path / "config.json").read_text()).get("tie_word_embeddings")
     return stored - {"lm_head.weight"} if tied else stored

@@ -1,4 +1,4 @@
-"""Toys with multi-head latent attention: DeepSeek-V2, DeepSeek-V2-Lite, DeepSeek-V3 with a next-token layer, Kimi-K2."""
+"""Toys with multi-head latent attention: DeepSeek-V2, V2-Lite, V3 with and without a next-token layer, Kimi-K2."""
 
 from __future__ import annotations
 

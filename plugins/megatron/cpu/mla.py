@@ -44,7 +44,9 @@ def install_mla_patches() -> None:
     original = attention.__init__
 
     @wraps(original)
-    def init(self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+    def init(
+        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
         original(self, *args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
