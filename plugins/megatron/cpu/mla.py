@@ -48,7 +48,7 @@ def install_mla_patches() -> None:
         self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
     ) -> None:
         original(self, *args, **kwargs)
-        if v_channels is not None:
+        if v_channels:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     attention.__init__ = init
