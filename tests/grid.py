@@ -45,6 +45,7 @@ class Cell:
     :param dtype: of both sides. The weights of a ``float32`` cell are index-coded: every element of the checkpoint is
         another number, so that no swap of equal shapes can pass
     :param ignore: names of the checkpoint that this engine does not load
+    :param draft: the engine has a draft model too, made of the checkpoint's next-token layer
     """
 
     family: str
@@ -53,6 +54,7 @@ class Cell:
     engine: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     ignore: tuple[str, ...] = ()
+    draft: bool = False
 
     @property
     def id(self) -> str:
@@ -63,7 +65,8 @@ class Cell:
             flat.pop("server", None)
             return "".join(f"{k}{v}" for k, v in flat.items()) or "one"
 
-        return f"{self.family}-{self.world}x{text(self.trainer)}-to-{text(self.engine)}-{self.dtype}"
+        engine = text(self.engine) + ("draft" if self.draft else "")
+        return f"{self.family}-{self.world}x{text(self.trainer)}-to-{engine}-{self.dtype}"
 
 
 def marks(cell: Cell) -> list[pytest.MarkDecorator]:
@@ -91,7 +94,7 @@ def cases(cells: Iterable[Cell]) -> list[Any]:
     return [pytest.param(cell, id=cell.id, marks=marks(cell)) for cell in cells]
 
 
-def engine_cell(runner: Any, out: str) -> list[str]:
+def engine_cell(runner: Any, out: str, draft: bool) -> list[str]:
     """In an engine rank's process: its layout over the trainer's manifest, and its parameters as SGLang loaded them."""
     import msgspec
     from oracle import live
@@ -100,13 +103,42 @@ def engine_cell(runner: Any, out: str) -> list[str]:
 
     rank = world_rank()
     manifest = msgspec.json.decode((Path(out) / "manifest.json").read_bytes(), type=tuple[TensorSpec, ...])
-    model = runner.model
-    layout = observe(rank=f"rank {rank}", tensors=manifest, load=model.load_weights, modules=[("", model)])
-    values = live([("", model)], layout.params)
+    modules = [(prefix, one.model) for prefix, one in runners(runner, draft)]
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        listed = list(weights)
+        for _, model in modules:
+            model.load_weights(listed)
+
+    layout = observe(rank=f"rank {rank}", tensors=manifest, load=load, modules=modules)
+    values = live(modules, layout.params)
     dump = {str(n): t.detach().clone() for n, (p, t) in enumerate(zip(layout.params, values, strict=True)) if p.loaded}
     (Path(out) / f"engine{rank}.layout").write_bytes(layout.pack())
     save_file(dump, Path(out) / f"engine{rank}.safetensors")
     return [p.name for p in layout.params if p.loaded]
+
+
+def runners(runner: Any, draft: bool) -> list[tuple[str, Any]]:
+    """The rank's model runners with the prefixes of their parameters. A draft shares embeddings and output layer."""
+    if not draft:
+        return [("", runner)]
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.moe.utils import draft_model_build_scope
+
+    server = runner.server_args
+    with draft_model_build_scope():
+        second = type(runner)(
+            model_config=ModelConfig.from_server_args(server, model_path=server.model_path, is_draft_model=True),
+            mem_fraction_static=0.5,
+            gpu_id=0,
+            nccl_port=0,
+            server_args=server,
+            is_draft_worker=True,
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        )
+    second.model.model.embed_tokens.weight, second.model.lm_head.weight = runner.model.get_embed_and_head()
+    return [("", runner), ("draft", second)]
 
 
 def world_rank() -> int:
@@ -231,7 +263,7 @@ class Grid:
         return self._trained[key]
 
     def _engine(self, cell: Cell, manifest: Sequence[TensorSpec]) -> Loaded:
-        key = f"{cell.family}-{cell.dtype}-{json.dumps(dict(cell.engine), sort_keys=True)}"
+        key = f"{cell.family}-{cell.dtype}-{cell.draft}-{json.dumps(dict(cell.engine), sort_keys=True)}"
         if key not in self._loaded:
             out = Path(mkdtemp(prefix="engine", dir=self._folder))
             specs = [{"name": t.name, "shape": t.shape, "dtype": t.dtype} for t in manifest]
@@ -240,7 +272,7 @@ class Grid:
                 shared().run(
                     "grid:engine_cell",
                     self.checkpoint(cell.family, cell.dtype),
-                    arguments={"out": str(out)},
+                    arguments={"out": str(out), "draft": cell.draft},
                     **cell.engine,
                 )
             )

@@ -25,7 +25,9 @@ def live(modules: Sequence[tuple[str, torch.nn.Module]], params: Sequence[ParamS
             found.append(torch.empty(param.shape, dtype=getattr(torch, param.dtype)))
             poison(found[-1:])
             continue
-        for prefix, root in modules:
+        for prefix, root in sorted(modules, key=lambda module: len(module[0]), reverse=True):
+            if prefix and not param.name.startswith(prefix + "."):
+                continue
             value: object = root
             path = param.name.removeprefix(prefix + ".") if prefix else param.name
             for part in path.split("."):

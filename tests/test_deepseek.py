@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import toys
-from grid import Cell, Grid, world_rank
+from grid import Cell, Grid, runners, world_rank
 from megatron_cpu import Megatron
 from oracle import poison
 from safetensors.torch import load_file, save_file
@@ -159,7 +159,12 @@ V3 = "deepseek_v3"
 SPREAD = [
     Cell(V3, 2, {"tp": 2}, {"tp": 2, "ep": 2}, dtype="bfloat16"),
     Cell("deepseek_v2_lite", 2, {"ep": 2}, {"pp": 2}),
-    Cell("deepseek_v3_mtp", 2, {"pp": 2}, {"tp": 2}, ignore=NEXT_TOKEN),
+    Cell("deepseek_v3_mtp", 2, {"tp": 2}, {"tp": 2}, draft=True),
+]
+MORE = [
+    Cell("deepseek_v3_mtp", 2, {"pp": 2}, {"tp": 2, "ep": 2}, dtype="bfloat16", draft=True),
+    Cell("deepseek_v2", 2, {"pp": 2}, {"tp": 2}),
+    Cell("kimi_k2", 1, {}, {"tp": 2, "ep": 2, **TRUSTED}),
 ]
 TRAINERS = [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 1}), (4, {"tp": 2, "ep": 2})]
 ENGINES = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "ep": 2}]
@@ -182,15 +187,16 @@ def grid(megatron: Megatron, folder: Path) -> Grid:
     return Grid(megatron, folder)
 
 
-def update(runner: Any, out: str) -> dict[str, Any]:
+def update(runner: Any, out: str, draft: bool) -> dict[str, Any]:
     """In an engine rank: poisons all weights and what SGLang derives of them, writes what arrived, and lets SGLang
     finish the update."""
-    model, rank = runner.model, world_rank()
+    both, rank = runners(runner, draft), world_rank()
 
     def resident() -> dict[str, torch.Tensor]:
         return {
-            f"{path}.{name}": value.data
-            for path, module in model.named_modules()
+            ".".join(filter(None, (prefix, path, name))): value.data
+            for prefix, one in both
+            for path, module in one.model.named_modules()
             for name, value in [*module._parameters.items(), *vars(module).items()]
             if isinstance(value, torch.Tensor)
         }
@@ -198,33 +204,40 @@ def update(runner: Any, out: str) -> dict[str, Any]:
     held = resident()
     wanted = {name: tensor.clone() for name, tensor in held.items()}
     places = {name: tensor.data_ptr() for name, tensor in held.items()}
-    runner.weight_updater.begin_weight_update()
+    for _, one in both:
+        one.weight_updater.begin_weight_update()
     poison(list(held.values()))
     arrived = load_file(Path(out) / f"arrived{rank}.safetensors")
     for name, tensor in arrived.items():
         held[name].copy_(tensor)
-    runner.weight_updater.end_weight_update(run_post_load=True)
+    for _, one in both:
+        one.weight_updater.end_weight_update(run_post_load=True)
     now = resident()
     return {
-        "derived": sorted(now.keys() - arrived.keys()),
+        "derived": sorted(name for name in now if places[name] not in {places[other] for other in arrived}),
         "different": [name for name, tensor in wanted.items() if not torch.equal(tensor, now[name])],
         "moved": [name for name, place in places.items() if now[name].data_ptr() != place],
+        "names": list(arrived),
     }
 
 
-@pytest.mark.parametrize("cell", SPREAD, ids=lambda cell: cell.id)
+@pytest.mark.parametrize(
+    "cell", [*SPREAD, *(pytest.param(cell, marks=pytest.mark.grid) for cell in MORE)], ids=lambda cell: cell.id
+)
 def test_weights_and_what_sglang_derives_of_them(grid: Grid, tmp_path: Path, cell: Cell) -> None:
     for rank, (layout, tensors) in enumerate(grid.judge(cell)):
         loaded = {spec.name: t for spec, t in zip(layout.params, tensors, strict=True) if spec.loaded}
         save_file({name: t.contiguous() for name, t in loaded.items()}, tmp_path / f"arrived{rank}.safetensors")
         if cell.dtype == "bfloat16":
-            (bias,) = (t for name, t in loaded.items() if name.endswith(".e_score_correction_bias"))
-            assert bias.dtype == torch.float32
-            assert not torch.equal(bias, bias.bfloat16().float())  # nothing rounded it on the way
+            biases = [t for name, t in loaded.items() if name.endswith(".e_score_correction_bias")]
+            assert {bias.dtype for bias in biases} == {torch.float32}
+            assert not any(torch.equal(bias, bias.bfloat16().float()) for bias in biases)  # nothing rounded them
     checkpoint = grid.checkpoint(cell.family, cell.dtype)
-    for rank in shared().run("test_deepseek:update", checkpoint, arguments={"out": str(tmp_path)}, **cell.engine):
+    arguments = {"out": str(tmp_path), "draft": cell.draft}
+    for rank in shared().run("test_deepseek:update", checkpoint, arguments=arguments, **cell.engine):
         assert rank["different"] == rank["moved"] == []
         assert {name.rpartition(".")[2] for name in rank["derived"]} == {"w_kc", "w_vc"}
+        assert ("draft.model.eh_proj.weight" in rank["names"]) is cell.draft
 
 
 @pytest.mark.grid
