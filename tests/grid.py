@@ -83,15 +83,17 @@ def marks(cell: Cell) -> list[pytest.MarkDecorator]:
         "engine EP": cell.engine.get("ep", 1) > 1,
         "engine EPxTP": 1 < cell.engine.get("ep", 1) < cell.engine.get("tp", 1),
         "engine DP attention": bool(cell.engine.get("server", {}).get("enable_dp_attention")),
+        "draft": cell.draft,
         "coded": cell.dtype == "float32",
     }
     features = [feature for feature, has in sides.items() if has]
     return [pytest.mark.proves(toys.family_of(cell.family), *features)] if features else []
 
 
-def cases(cells: Iterable[Cell]) -> list[Any]:
-    """The cells as parameters of a test."""
-    return [pytest.param(cell, id=cell.id, marks=marks(cell)) for cell in cells]
+def cases(cells: Iterable[Cell], *, full: bool = False) -> list[Any]:
+    """The cells as parameters of a test; ``full`` for cells of the full grid only."""
+    more = [pytest.mark.grid] if full else []
+    return [pytest.param(cell, id=cell.id, marks=[*marks(cell), *more]) for cell in cells]
 
 
 def engine_cell(runner: Any, out: str, draft: bool) -> list[str]:

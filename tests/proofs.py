@@ -32,6 +32,8 @@ FEATURES = {
     "engine EP": "expert parallel",
     "engine EPxTP": "experts split both ways",
     "engine DP attention": "attention data parallelism",
+    "MTP": "next-token layers: logits of transformers' own layer",
+    "draft": "an engine's draft model, made of the next-token layer",
     "coded": "index-coded weights on both sides",
     "server": "a real server, its own checksums",
 }
@@ -102,9 +104,13 @@ def _letter(number: int) -> str:
     return chr(ord("a") + number % 26) * (number // 26 + 1)
 
 
-def rows(listed: Iterable[tuple[Any, ...]], *features: str) -> list[Any]:
-    """Rows of parameters whose first is a toy, as proofs of ``features`` for the toy's family."""
-    return [pytest.param(*row, marks=pytest.mark.proves(toys.family_of(row[0]), *features)) for row in listed]
+def rows(listed: Iterable[tuple[Any, ...]], *features: str, full: bool = False) -> list[Any]:
+    """Rows of parameters whose first is a toy, as proofs of ``features`` for the toy's family.
+
+    :param full: only for the full grid
+    """
+    more = [pytest.mark.grid] if full else []
+    return [pytest.param(*row, marks=[pytest.mark.proves(toys.family_of(row[0]), *features), *more]) for row in listed]
 
 
 def keep(session: Any, items: list[pytest.Item]) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import toys
-from grid import Cell, Grid, runners, world_rank
+from grid import Cell, Grid, cases, runners, world_rank
 from megatron_cpu import Megatron
 from oracle import poison
+from proofs import rows
 from safetensors.torch import load_file, save_file
+from test_grid import MOE
 from warm import shared
 from weightlink.hooks.errors import CoverageError
 
@@ -45,14 +47,12 @@ def distance(found: Any, want: torch.Tensor) -> float:
     return ((torch.as_tensor(found) - want).abs().max() / want.abs().max()).item()
 
 
+LOGITS = [("deepseek_v2", 1, {"tp": 1}), ("deepseek_v3", 2, {"tp": 2})]
+MORE_LOGITS = [("deepseek_v2_lite", 2, {"tp": 2, "etp": 1}), ("deepseek_v3", 2, {"tp": 1, "ep": 2})]
+
+
 @pytest.mark.parametrize(
-    ("family", "world", "parallel"),
-    [
-        ("deepseek_v2", 1, {"tp": 1}),
-        ("deepseek_v3", 2, {"tp": 2}),
-        pytest.param("deepseek_v2_lite", 2, {"tp": 2, "etp": 1}, marks=pytest.mark.grid),
-        pytest.param("deepseek_v3", 2, {"tp": 1, "ep": 2}, marks=pytest.mark.grid),
-    ],
+    ("family", "world", "parallel"), [*rows(LOGITS, "logits"), *rows(MORE_LOGITS, "logits", full=True)]
 )
 def test_logits_equal_transformers(megatron, folder, family, world, parallel):
     path = toys.make(family, folder / family)
@@ -121,6 +121,7 @@ def reference_next_token_logits(path: Path) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.proves("deepseek", "MTP")
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.grid), 2])
 def test_next_token_layer_equals_transformers_own_layer(megatron, folder, tp):
     path = toys.make("deepseek_v3_mtp", folder / "deepseek_v3_mtp")
@@ -163,22 +164,19 @@ SPREAD = [
 ]
 MORE = [
     Cell("deepseek_v3_mtp", 2, {"pp": 2}, {"tp": 2, "ep": 2}, dtype="bfloat16", draft=True),
+    Cell("deepseek_v3_mtp", 2, {"tp": 2}, {"pp": 2}, ignore=NEXT_TOKEN),
     Cell("deepseek_v2", 2, {"pp": 2}, {"tp": 2}),
     Cell("kimi_k2", 1, {}, {"tp": 2, "ep": 2, **TRUSTED}),
 ]
-TRAINERS = [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 1}), (4, {"tp": 2, "ep": 2})]
-ENGINES = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "ep": 2}]
+PLAIN = [V3, "deepseek_v2", "deepseek_v2_lite"]
 FULL = [
-    Cell(family, world, trainer, {**engine, **(TRUSTED if family == "kimi_k2" else {})}, ignore=ignore)
-    for family, ignore in {
-        V3: (),
-        "deepseek_v2": (),
-        "deepseek_v2_lite": (),
-        "kimi_k2": (),
-        "deepseek_v3_mtp": NEXT_TOKEN,
-    }.items()
-    for world, trainer in TRAINERS
-    for engine in ENGINES
+    *(Cell(family, world, trainer, engine) for family in PLAIN for world, trainer in MOE[0] for engine in MOE[1]),
+    *(
+        Cell("deepseek_v3_mtp", world, trainer, engine, draft=True)
+        for world, trainer in MOE[0]
+        for engine in MOE[1]
+        if engine.get("pp", 1) == 1  # SGLang's drafts on pipeline stages are an experiment of its own
+    ),
 ]
 
 
@@ -221,9 +219,7 @@ def update(runner: Any, out: str, draft: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "cell", [*SPREAD, *(pytest.param(cell, marks=pytest.mark.grid) for cell in MORE)], ids=lambda cell: cell.id
-)
+@pytest.mark.parametrize("cell", [*cases(SPREAD), *cases(MORE, full=True)])
 def test_weights_and_what_sglang_derives_of_them(grid: Grid, tmp_path: Path, cell: Cell) -> None:
     for rank, (layout, tensors) in enumerate(grid.judge(cell)):
         loaded = {spec.name: t for spec, t in zip(layout.params, tensors, strict=True) if spec.loaded}
@@ -240,8 +236,7 @@ def test_weights_and_what_sglang_derives_of_them(grid: Grid, tmp_path: Path, cel
         assert ("draft.model.eh_proj.weight" in rank["names"]) is cell.draft
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("cell", [cell for cell in FULL if cell not in SPREAD], ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", cases([cell for cell in FULL if cell not in SPREAD + MORE], full=True))
 def test_the_full_grid(grid: Grid, cell: Cell) -> None:
     grid.judge(cell)
 
