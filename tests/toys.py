@@ -155,8 +155,6 @@ def coded(plain: Path, path: Path) -> Path:
     if first > 1 << 24:
         raise ValueError(f"{plain.name} has more elements than float32 can count")
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    for file in plain.glob("*.py"):
-        shutil.copy(file, path)
     config = json.loads((plain / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=1))
     return path
