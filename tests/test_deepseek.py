@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +17,10 @@ from megatron_cpu import Megatron
 from oracle import poison
 from proofs import rows
 from safetensors.torch import load_file, save_file
+from test_families import cut, read
 from test_grid import MOE
 from warm import shared
+from weightlink.converters.megatron import sizes_of
 from weightlink.hooks.errors import CoverageError
 
 IDS = [[i * 7 % 249 for i in range(16)]]
@@ -150,6 +156,74 @@ def test_copies_in_the_checkpoint_are_left_out_by_declaration_only(megatron, fol
     for name in ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight", "ignore="):
         assert name in said
     assert "eh_proj" not in said
+
+
+# --- names that only Transformer Engine gives -------------------------------------------------------------------------
+
+
+def transformer_engine(hf: dict[str, Any]) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
+    """``(key, HF name or None for gate and up in one, shape)`` of Transformer Engine's latent attention and MLPs."""
+    hidden, heads, layers = hf["hidden_size"], hf["num_attention_heads"], hf["num_hidden_layers"]
+    low, rank = hf["q_lora_rank"], hf["kv_lora_rank"]
+    for number in range(layers + 1):
+        key = f"decoder.layers.{number}." if number < layers else "mtp.layers.0.transformer_layer."
+        name = f"model.layers.{number}."
+        rope, nope = hf["qk_rope_head_dim"], hf["qk_nope_head_dim"]
+        for module, theirs, shape in (
+            ("input_layernorm.weight", "input_layernorm", (hidden,)),
+            ("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj", (low, hidden)),
+            ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm", (low,)),
+            ("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj", (heads * (nope + rope), low)),
+            ("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa", (rank + rope, hidden)),
+            ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm", (rank,)),
+            (
+                "self_attention.linear_kv_up_proj.weight",
+                "self_attn.kv_b_proj",
+                (heads * (nope + hf["v_head_dim"]), rank),
+            ),
+            ("self_attention.linear_proj.weight", "self_attn.o_proj", (hidden, heads * hf["v_head_dim"])),
+        ):
+            yield key + module, f"{name}{theirs}.weight", shape
+        if number < hf["first_k_dense_replace"]:
+            yield key + "mlp.linear_fc1.layer_norm_weight", name + "post_attention_layernorm.weight", (hidden,)
+            yield key + "mlp.linear_fc1.weight", None, (2 * hf["intermediate_size"], hidden)
+        else:
+            width = hf["moe_intermediate_size"] * hf["n_shared_experts"]
+            yield key + "pre_mlp_layernorm.weight", name + "post_attention_layernorm.weight", (hidden,)
+            yield key + "mlp.shared_experts.linear_fc1.weight", None, (2 * width, hidden)
+
+
+@pytest.mark.proves("deepseek", "rules")
+def test_names_of_transformer_engine(folder):
+    path = toys.make("deepseek_v3_mtp", folder / "deepseek_v3_mtp")
+    hf = json.loads((path / "config.json").read_text())
+    stored = {name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()}
+    listed = list(transformer_engine(hf))
+    entries = [cut(key, torch.arange(float(math.prod(shape))).reshape(shape), 0, shape[0]) for key, _, shape in listed]
+    config = SimpleNamespace(
+        num_layers=hf["num_hidden_layers"],
+        num_attention_heads=hf["num_attention_heads"],
+        ffn_hidden_size=hf["intermediate_size"],
+        moe_shared_expert_intermediate_size=hf["moe_intermediate_size"] * hf["n_shared_experts"],
+    )
+    layout, _ = read(entries, "deepseek", **sizes_of(config, hf))
+    assert all(stored[spec.name] == spec.shape for spec in layout.tensors)
+    targets: dict[str, list[str]] = {}
+    for row in range(len(layout.regions)):
+        name = layout.tensors[layout.regions.tensor[row]].name
+        targets.setdefault(layout.params[layout.regions.param[row]].name, []).append(name)
+        whole = layout.regions.size[row, : len(stored[name])].tolist()
+        assert tuple(whole) == stored[name]
+    for key, name, _ in listed:
+        if name is not None:
+            assert targets[key] == [name]
+        else:
+            gate, up = targets[key]
+            assert gate.endswith("gate_proj.weight")
+            assert up == gate.replace("gate_proj", "up_proj")
+            first = [int(o) for o, p in zip(layout.regions.offset, layout.regions.param, strict=True)
+                     if layout.params[p].name == key]  # fmt: skip
+            assert first == [0, math.prod(stored[gate])]
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------

@@ -361,3 +361,14 @@ def test_two_parameters_that_disagree_on_a_shape():
     ]
     with pytest.raises(LayoutError, match=r"model\.layers\.0\.input_layernorm\.weight"):
         read(entries)
+
+
+def test_numbers_in_names_may_be_expressions():
+    rule = Rule("mtp.{L}.a.{E}.w", "layers.{L+layers}.b.{2*E+1}.v")
+    family = Family("toy", (), (rule,))
+    assert family.match("mtp.1.a.3.w", {"layers": 61}).parts[0].name == "layers.62.b.7.v"
+    with pytest.raises(NameMapError, match="layers"):
+        family.match("mtp.1.a.3.w", {"experts": 4})
+    for wrong in ("x.{layers}.v", "x.{E+layers}.v", "x.{L-1}.v", "x.{}.v"):
+        with pytest.raises(PluginError, match="toy"):
+            Family("toy", (), (Rule("mtp.{L}.w", wrong),))
