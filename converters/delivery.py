@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from weightlink.converters import affine
 from weightlink.converters.affine import TooComplex
-from weightlink.converters.provenance import CONSTANT, Piece
+from weightlink.converters.cells import CONSTANT, Piece
 from weightlink.converters.writes import Contents, Loss
 from weightlink.hooks.errors import ReplayError
 from weightlink.hooks.geometry import Fills, Layout, Opaque, ParamSpec, RegionBuilder, TensorSpec
@@ -59,17 +59,23 @@ def decide(full: Contents, count: int, again: Again) -> Delivery:
                 return Delivery(frozenset(), lost, strays, refused)
             names = everything
             continue
-        wider, short = names, []
+        wider = names
+        short: list[tuple[int | str, Loss]] = []
         for where, loss in _all(lost, strays):
             if where in refused:
                 continue
             wider |= loss.sources
             found = seen.strays.get(where) if isinstance(where, str) else seen.loss(where)
             if found is None or not loss.sources <= found.sources:
-                wider |= loss.during
-                short.append(where)
-        if wider == names and short and names != everything:
-            wider = everything
+                short.append((where, loss))
+        # Not written by this call: what its inputs were written from, what came with it, and then everything.
+        for more in (
+            frozenset[int]().union(*(loss.behind for _, loss in short)),
+            frozenset[int]().union(*(loss.during for _, loss in short)),
+            everything if short else names,
+        ):
+            if wider == names:
+                wider |= more & everything
         disturbed = [p for p in seen.touched() if p not in lost and not _contained(seen, full, p)]
         for param in disturbed:
             lost[param] = Loss("a call of the loader with fewer names leaves other values", full.sources(param))
@@ -88,19 +94,16 @@ def _refuse(
     seen: Contents,
     lost: dict[int, Loss],
     strays: dict[str, Loss],
-    short: Sequence[int | str],
+    short: Sequence[tuple[int | str, Loss]],
     refused: dict[int | str, str],
 ) -> None:
     """What the final call would not do right."""
-    for where in short:
-        refused[where] = f"{(lost[where] if isinstance(where, int) else strays[where]).reason}; no call writes it alone"
+    for where, loss in short:
+        refused[where] = f"{loss.reason}; a call with all tensors does not write it"
     for name, loss in seen.strays.items():
         if loss.barred and name not in strays:
             strays[name] = loss
             refused[name] = loss.reason
-    for name in seen.replaced:
-        strays[name] = Loss("the loader replaces it, and whoever holds the old one keeps that", barred=True)
-        refused[name] = strays[name].reason
     for param, loss in lost.items():
         if param in refused:
             continue

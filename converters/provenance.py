@@ -11,102 +11,16 @@ import math
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from weightlink.converters import affine
 from weightlink.converters.affine import Affine, TooComplex
+from weightlink.converters.cells import CONSTANT, Cell, Lost, Piece, Write, dtype_name, key, sources_of
 from weightlink.converters.operators import RULES, Moves, Rule, pairs, rule_of, span, tensors, without_data
 from weightlink.hooks.errors import ReplayError
 from weightlink.hooks.geometry import CASTABLE, QUANTISED, Quantised, TensorSpec
-
-CONSTANT = -1
-
-
-class Piece(NamedTuple):
-    """Elements of a storage (``at``) and what they hold: elements ``to`` of a canonical tensor, or one constant.
-
-    :param source: index of the canonical tensor, or :data:`CONSTANT`
-    :param value: the constant
-    :param rounded: dtype that the values were rounded to on the way; None if they are still exact
-    """
-
-    source: int
-    value: float
-    rounded: torch.dtype | None
-    map: Affine
-
-
-class Lost(NamedTuple):
-    """Why contents cannot be followed, and the canonical tensors that went into them.
-
-    :param barred: running the loader for real would not give the right value either (a bare cast to a quantised dtype)
-    """
-
-    reason: str
-    sources: frozenset[int] = frozenset()
-    barred: bool = False
-
-
-@dataclass(slots=True)
-class Cell:
-    """What is known about a storage that was made during the replay, in elements of ``dtype``.
-
-    :param pieces: disjoint; elements outside them hold nothing that is known
-    :param lost: why nothing is known; empty if the pieces hold
-    :param barred: see :class:`Lost`
-    :param sources: canonical tensors that went into it
-    :param plain: its values are really there and depend on no weight
-    """
-
-    dtype: torch.dtype
-    pieces: list[Piece] = field(default_factory=list)
-    lost: str = ""
-    barred: bool = False
-    sources: frozenset[int] = frozenset()
-    plain: bool = False
-    alive: object = None
-
-    def add(self, pieces: list[Piece]) -> None:
-        """More contents."""
-        self.pieces += pieces
-        self.sources |= _sources(pieces)
-
-    def lose(self, lost: Lost) -> None:
-        """From now on nothing is known."""
-        self.lost = self.lost or lost.reason
-        self.barred = self.barred or lost.barred
-        self.sources |= lost.sources
-
-
-class Write(NamedTuple):
-    """One write to memory that existed before: pieces (``at`` is an address in it), or the reason why not.
-
-    :param during: the canonical tensor that the loader had taken last, None before the first
-    :param span: for a lost write, the addresses that it assigns to; None if it changes only what was there
-    """
-
-    storage: int
-    dtype: torch.dtype
-    low: int
-    high: int
-    pieces: tuple[Piece, ...]
-    lost: Lost | None
-    during: int | None = None
-    span: Affine | None = None
-
-
-def key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage while that is alive."""
-    number: int = tensor.untyped_storage()._cdata
-    return number
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name used in messages, e.g. ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[misc]
@@ -130,6 +44,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         self.thread = threading.get_ident()
         # Canonical tensors whose value became a number since the last name, and ever; whether any weight's value did.
         self._during: int | None = None
+        # Canonical tensors that were written to a weight, by storage; those behind the inputs of the present operator.
+        self._stored: dict[int, set[int]] = {}
+        self._behind: frozenset[int] = frozenset()
         self._recent: frozenset[int] = frozenset()
         self._numbers: frozenset[int] = frozenset()
         self._number_read = False
@@ -195,11 +112,25 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         inputs = list(tensors(args, kwargs))
         cells = [self.cells.get(key(tensor)) for tensor in inputs]
         self._touch(cells)
+        self._behind = self._read_through(rule, args, kwargs, inputs, cells)
         if rule.kind == "number":
             return self._number(func, args, kwargs, inputs, cells)
         if rule.kind == "write":
             return self._write(func, rule, args, kwargs, inputs, cells)
         return self._make(func, rule, args, kwargs, inputs, cells)
+
+    def _read_through(
+        self, rule: Rule, args: tuple[Any, ...], kwargs: Any, inputs: list[torch.Tensor], cells: list[Cell | None]
+    ) -> frozenset[int]:
+        """Canonical tensors that were written to the weights that an operator reads, directly or before."""
+        assigned = {id(t) for t in rule.targets(args, kwargs)} if rule.writes is not None else ()
+        found: frozenset[int] = frozenset()
+        for tensor, cell in zip(inputs, cells, strict=True):
+            if cell is not None:
+                found |= cell.behind
+            elif id(tensor) not in assigned:
+                found |= self._stored.get(key(tensor), frozenset())
+        return found
 
     def _touch(self, cells: Iterable[Cell | None]) -> None:
         for cell in cells:
@@ -265,7 +196,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         for tensor in results:
             if key(tensor) in known:
                 continue
-            cell = Cell(tensor.dtype, plain=plain and tensor.device.type != "meta")
+            cell = Cell(tensor.dtype, behind=self._behind, plain=plain and tensor.device.type != "meta")
             if rule.constant is not None:
                 value = rule.constant(args, kwargs)
                 cell.plain = value is not None and tensor.device.type != "meta"
@@ -372,6 +303,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             cell = self.cells.get(key(target))
             if cell is not None:
                 cell.plain = cell.plain and plain and execute
+                cell.behind |= self._behind
         if execute:
             return func(*args, **kwargs)
         return self._unexecuted(func, args, kwargs, targets)
@@ -395,9 +327,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             # One cast from the canonical dtype must give what the loader's own chain of casts gives.
             bad = next((p for p in found if p.source != CONSTANT and p.rounded not in (None, target.dtype)), None)
             if bad is not None:
-                found = Lost(f"rounded to {dtype_name(bad.rounded or target.dtype)} on the way", _sources(found))
+                found = Lost(f"rounded to {dtype_name(bad.rounded or target.dtype)} on the way", sources_of(found))
         if cell is not None and target.dtype != cell.dtype:
-            found = Lost(f"written as {dtype_name(target.dtype)}", _sources(found))
+            found = Lost(f"written as {dtype_name(target.dtype)}", sources_of(found))
         if isinstance(found, Lost):
             if isinstance(source, torch.Tensor) and source.dtype != target.dtype and _quantised(target.dtype):
                 found = found._replace(barred=True)
@@ -410,7 +342,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
                 cell.pieces = [p._replace(map=part) for p in cell.pieces for part in affine.subtract(p.map, over)]
                 cell.add(found)
             except TooComplex:
-                cell.lose(Lost("moved in too many pieces", _sources(found)))
+                cell.lose(Lost("moved in too many pieces", sources_of(found)))
 
     def _assigned(self, target: torch.Tensor, source: torch.Tensor | float) -> list[Piece] | Lost:
         """What element-wise assignment of ``source`` leaves in ``target``."""
@@ -427,9 +359,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         else:
             found = _fill(source, target)
         if self._recent:
-            return Lost("depends on a number read from a checkpoint tensor", self._recent | _sources(found))
+            return Lost("depends on a number read from a checkpoint tensor", self._recent | sources_of(found))
         if self._number_read and not isinstance(found, Lost) and any(p.source == CONSTANT and p.value for p in found):
-            return Lost("a constant that may depend on a number read from a weight", self._numbers | _sources(found))
+            return Lost("a constant that may depend on a number read from a weight", self._numbers | sources_of(found))
         return found
 
     def _lose(self, target: torch.Tensor, lost: Lost, *, assigned: bool = True) -> None:
@@ -445,7 +377,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     def _keep(self, target: torch.Tensor, pieces: tuple[Piece, ...], lost: Lost | None, over: Affine | None) -> None:
         low, high = span(target).bounds()
-        self.writes.append(Write(key(target), target.dtype, low, high, pieces, lost, self._during, over))
+        storage, sources = key(target), sources_of(list(pieces)) if lost is None else lost.sources | self._behind
+        self._stored.setdefault(storage, set()).update(sources)
+        self.writes.append(Write(storage, target.dtype, low, high, pieces, lost, self._during, self._behind, over))
 
     def _adopt(self, tensor: torch.Tensor, cell: Cell) -> None:
         """Registers a new storage until it is freed. Tensors without data cost nothing and are kept to the end."""
@@ -462,12 +396,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
 def _union(cells: Iterable[Cell | None]) -> frozenset[int]:
     return frozenset().union(*(cell.sources for cell in cells if cell is not None))
-
-
-def _sources(found: list[Piece] | Lost) -> frozenset[int]:
-    if isinstance(found, Lost):
-        return found.sources
-    return frozenset(piece.source for piece in found if piece.source != CONSTANT)
 
 
 def _holds(tensor: torch.Tensor, piece: Piece) -> bool:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from weightlink.converters import delivery
+from weightlink.converters.cells import key
 from weightlink.converters.operators import RULES, rule_of
 from weightlink.converters.operators import tensors as tensors_in
-from weightlink.converters.provenance import Tracker, key
+from weightlink.converters.provenance import Tracker
 from weightlink.converters.snapshot import Snapshot
 from weightlink.converters.writes import Contents, Destinations, Left
 from weightlink.hooks.errors import LayoutError, ReplayError
@@ -32,16 +33,20 @@ def observe(
     *,
     rank: str,
     tensors: Sequence[TensorSpec],
-    load: Load,
+    load: Load | Sequence[Load],
     modules: Sequence[tuple[str, torch.nn.Module]],
+    finish: Callable[[], object] | None = None,
     retries: int = 16,
 ) -> Layout:
     """The layout of one engine rank.
 
     :param rank: who it describes, for messages
     :param tensors: the manifest; every tensor is offered to the loader once, in this order, on the meta device
-    :param load: the engine's own loader, e.g. ``model.load_weights``; called in this thread
+    :param load: the engine's own loader, e.g. ``model.load_weights``, or one per model, each called over all tensors;
+        called in this thread
     :param modules: ``(prefix, root module)`` pairs whose parameters, buffers and tensor attributes are the destinations
+    :param finish: the engine's own processing at the end of an update, replayed to see which derived attributes it
+        refreshes; those that only the loader computes become opaque. None: all of them are refreshed
     :param retries: names that may raise in the loader; each becomes opaque and the replay is run again without it
 
     The layout's ``params`` are all parameters and buffers, those tensor attributes that the loader fills, and staging
@@ -54,6 +59,7 @@ def observe(
     for spec in tensors:
         if spec.dtype not in ITEMSIZE:
             raise LayoutError("unknown dtype", tensor=spec.name, expected=", ".join(ITEMSIZE), found=spec.dtype)
+    loads = load if isinstance(load, Sequence) else [load]
     with torch.inference_mode(False), torch.no_grad():
         snapshot = Snapshot(modules)
     # Weights that were made in inference mode can be written, also by a recorded write, in that mode only.
@@ -62,15 +68,22 @@ def observe(
         before = snapshot.digests()
         resident = frozenset(before)
         try:
-            tracker, left, failed = _run(rank, tensors, range(len(tensors)), load, snapshot, resident, retries)
+            tracker, left, failed = _run(rank, tensors, range(len(tensors)), loads, snapshot, resident, retries)
             destinations = Destinations(snapshot.held, tracker)
             full = Contents(destinations, tensors, tracker, left, failed)
             quantised = tracker.quantised()
+            refreshed = full.derived.keys()
+            if finish is not None and refreshed:
+                tracker, left, _ = _run(rank, tensors, (), [lambda _: finish()], snapshot, resident, 0)
+                refreshed = Contents(destinations, tensors, tracker, left, {}).derived.keys()
+            full.expect(refreshed)
             del tracker
 
             def again(names: frozenset[int]) -> Contents:
-                tracker, left, _ = _run(rank, tensors, sorted(names), load, snapshot, resident, 0)
-                return Contents(destinations, tensors, tracker, left, {})
+                tracker, left, _ = _run(rank, tensors, sorted(names), loads, snapshot, resident, 0)
+                seen = Contents(destinations, tensors, tracker, left, {})
+                seen.expect(refreshed)
+                return seen
 
             decided = delivery.decide(full, len(tensors), again)
         except ReplayError as error:
@@ -84,7 +97,7 @@ def _run(
     rank: str,
     specs: Sequence[TensorSpec],
     names: Sequence[int],
-    load: Load,
+    loads: Sequence[Load],
     snapshot: Snapshot,
     resident: frozenset[int],
     retries: int,
@@ -96,7 +109,8 @@ def _run(
         feed = _Feed(tracker, [i for i in names if i not in failed])
         try:
             with _guarded_threads(tracker), tracker:
-                load(iter(feed))
+                for load in loads:
+                    load(iter(feed))
         except Exception as error:
             if tracker.foreign is not None:
                 raise tracker.foreign from error
@@ -137,6 +151,7 @@ class _Feed:
         self.done = False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.done = False
         for index, tensor in self._items:
             self._tracker.check_thread()
             self._tracker.next_name(index)

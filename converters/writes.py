@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from weightlink.converters import affine
 from weightlink.converters.affine import Affine, TooComplex
-from weightlink.converters.provenance import CONSTANT, Piece, Tracker, Write, dtype_name, key
+from weightlink.converters.cells import CONSTANT, Piece, Write, dtype_name, key
+from weightlink.converters.provenance import Tracker
 from weightlink.converters.snapshot import Held
 from weightlink.hooks.geometry import DIMS, ITEMSIZE, ParamSpec, TensorSpec
 
@@ -31,18 +32,26 @@ class Loss(NamedTuple):
     """Why a destination cannot be followed.
 
     :param sources: the canonical tensors that went into it, as far as they are known
+    :param behind: those that were written to the weights that it was computed from
     :param during: those that the loader had taken last when it wrote the destination
     :param barred: running the loader for real would not give the right value either
     """
 
     reason: str
     sources: frozenset[int] = frozenset()
+    behind: frozenset[int] = frozenset()
     during: frozenset[int] = frozenset()
     barred: bool = False
 
     def joined(self, other: Loss) -> Loss:
         """Both; the first reason stays."""
-        return Loss(self.reason, self.sources | other.sources, self.during | other.during, self.barred or other.barred)
+        return Loss(
+            self.reason,
+            self.sources | other.sources,
+            self.behind | other.behind,
+            self.during | other.during,
+            self.barred or other.barred,
+        )
 
 
 class Destinations:
@@ -57,13 +66,16 @@ class Destinations:
         self.places: dict[int, list[int]] = {}
         self.index: dict[str, int] = {}
         self.storages: dict[int, int] = {}
+        self.derived: dict[int, str] = {}
+        """Storages of attributes that hold what the engine computes from its weights, by one of their names."""
         carrying = {write.storage for write in tracker.writes if _sources(write)}
         seen: dict[tuple[Any, ...], int] = {}
         for item in held:
             data = item.data
             storage = key(data)
-            # What the engine derives from its weights is its own affair.
             if item.kind == "attribute" and (storage in self.places or storage not in carrying):
+                if storage not in self.places:
+                    self.derived.setdefault(storage, item.name)
                 continue
             identity = (storage, data.storage_offset(), data.shape, data.stride(), data.dtype)
             if identity not in seen:
@@ -87,8 +99,8 @@ class Contents:
     """What one run of the loader would leave in every destination.
 
     ``pieces`` of followed parameters (addresses from the parameter's first element), with their ``regions`` and
-    ``fills``; ``lost`` parameters; ``strays``, lost destinations that are no parameter; ``replaced``, tensor attributes
-    that the loader makes anew from what is resident; ``failed`` canonical tensors.
+    ``fills``; ``lost`` parameters; ``strays``, lost destinations that are no parameter; ``derived``, tensor attributes
+    that are computed from what is resident; ``failed`` canonical tensors.
     """
 
     def __init__(
@@ -103,7 +115,7 @@ class Contents:
         self.pieces: dict[int, list[Piece]] = {}
         self.lost: dict[int, Loss] = {}
         self.strays: dict[str, Loss] = {}
-        self.replaced: list[str] = []
+        self.derived: dict[str, Loss] = {}
         self.failed = dict(failed)
         self.regions: dict[int, list[RegionRow]] = {}
         self.fills: list[FillRow] = []
@@ -115,7 +127,7 @@ class Contents:
         for write in tracker.writes:
             writes.setdefault(write.storage, []).append(write)
         for storage, listed in writes.items():
-            self._place(destinations.places.get(storage, ()), listed)
+            self._place(destinations.places.get(storage, ()), listed, destinations.derived.get(storage))
         for param in list(self.pieces):
             self._settle(param)
 
@@ -124,6 +136,12 @@ class Contents:
         if param in self.lost:
             return self.lost[param].sources
         return frozenset(p.source for p in self.pieces.get(param, ())) - {CONSTANT}
+
+    def expect(self, refreshed: Set[str]) -> None:
+        """Derived attributes that nobody else refreshes after an update are destinations like others."""
+        for name, loss in self.derived.items():
+            if name not in refreshed:
+                self._stray(name, loss)
 
     def touched(self) -> list[int]:
         """Parameters that the run writes."""
@@ -154,7 +172,9 @@ class Contents:
         elif item.sources:
             self._stray(item.name, Loss("the loader assigns it", item.sources, barred=True))
         elif item.existed:
-            self.replaced.append(item.name)
+            self.derived[item.name] = Loss("the loader replaces it, and who holds the old one keeps that", barred=True)
+        else:
+            self.derived[item.name] = Loss("the loader makes it from weights")
 
     def _lose(self, param: int, loss: Loss) -> None:
         known = self.lost.get(param)
@@ -164,8 +184,8 @@ class Contents:
         known = self.strays.get(name)
         self.strays[name] = known.joined(loss) if known else loss
 
-    def _place(self, params: Sequence[int], writes: Sequence[Write]) -> None:
-        """Gives every write to the parameter that contains it."""
+    def _place(self, params: Sequence[int], writes: Sequence[Write], derived: str | None) -> None:
+        """Gives every write to the parameter that contains it, or to the attribute ``derived``."""
         spans = [(param, *_bounds(self.params[param])) for param in params]
         for write in writes:
             during = frozenset(() if write.during is None else (write.during,))
@@ -173,7 +193,13 @@ class Contents:
             if not spans:
                 if sources:
                     barred = write.lost is not None and write.lost.barred
-                    self._stray("(memory of no module)", Loss("written by the loader", sources, during, barred))
+                    self._stray(
+                        "(memory of no module)", Loss("written by the loader", sources, write.behind, during, barred)
+                    )
+                elif derived is not None:
+                    loss = Loss("the loader computes it from weights", frozenset(), write.behind, during)
+                    known = self.derived.get(derived)
+                    self.derived[derived] = known.joined(loss) if known else loss
                 continue
             dtype = dtype_name(write.dtype)
             owner = next(
@@ -188,7 +214,7 @@ class Contents:
                 )
                 continue
             reason = write.lost.reason if write.lost else f"written as {dtype}, across parameters or out of bounds"
-            loss = Loss(reason, sources, during, write.lost is not None and write.lost.barred)
+            loss = Loss(reason, sources, write.behind, during, write.lost is not None and write.lost.barred)
             for param, low, high in spans:
                 # Addresses of another dtype's view cannot be compared, so that every parameter there is concerned.
                 if self.params[param].dtype != dtype or (write.low <= high and low <= write.high):

@@ -47,13 +47,31 @@ def coupled(runner: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return runner.model, load_file(Path(runner.server_args.model_path) / "model.safetensors")
 
 
+class Wrapper(torch.nn.Module):
+    """As multi-modal models hold a language model: without a ``post_load_weights`` of their own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.language_model = model
+
+    def load_weights(self, weights: Any) -> None:
+        self.language_model.load_weights(weights)
+
+
+def wrapped(runner: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """DeepSeek-V3 in a model whose ``w_kc`` and ``w_vc`` SGLang does not renew after an update without loader."""
+    from safetensors.torch import load_file
+
+    return Wrapper(runner.model), load_file(Path(runner.server_args.model_path) / "model.safetensors")
+
+
 def cell(runner: Any, kind: str) -> dict[str, Any]:
     """An update by the adapter: regions into poisoned memory, then its loader. In a rank's process."""
     from oracle import deliver, live, poison, write
     from test_adapter import adapter_of
     from weightlink.hooks.geometry import TensorSpec
 
-    model, tensors = mamba2() if kind == "mamba2" else coupled(runner)
+    model, tensors = mamba2() if kind == "mamba2" else {"coupled": coupled, "wrapped": wrapped}[kind](runner)
     runner.model = model
     adapter = adapter_of(runner)
     specs = [TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
@@ -132,3 +150,16 @@ def test_a_coupled_group_goes_in_one_call_and_post_load_runs_once(folder: Path) 
         assert all(delivered for _, delivered in rank["opaque"])
         assert rank["calls"] == {"load": 1, "post": 1}
         assert rank["derived"] == 4
+
+
+def test_derived_weights_that_sglang_does_not_renew(folder: Path) -> None:
+    ranks = shared().run(
+        "test_delivery:cell", toys.make("deepseek_v3", folder / "deepseek_v3"), tp=2, arguments={"kind": "wrapped"}
+    )
+    print(ranks)
+    for rank in ranks:
+        assert rank["different"] == []
+        assert rank["derived"] == 4
+        assert rank["staged"] == [f"model.layers.{n}.self_attn.kv_b_proj.weight" for n in range(2)]
+        assert all(delivered for _, delivered in rank["opaque"])
+        assert rank["calls"] == {"load": 1, "post": 0}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -16,6 +15,7 @@ import msgspec
 import torch
 from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
+from sglang.srt.model_loader.loader import post_load_weights
 from sglang.srt.runtime_context import get_model
 from sglang.srt.utils.common import DynamicGradMode
 from weightlink.converters import replay
@@ -158,8 +158,9 @@ class SGLangAdapter:
             layout = replay.observe(
                 rank=str(self._place),
                 tensors=tensors,
-                load=functools.partial(_load, [runner.model for runner in runners.values()]),
+                load=[runner.model.load_weights for runner in runners.values()],
                 modules=[(prefix, runner.model) for prefix, runner in runners.items()],
+                finish=lambda: [post_load_weights(runner.model) for runner in runners.values()],
             )
             return self._without_borrowed(layout, selector)
         finally:
@@ -172,10 +173,10 @@ class SGLangAdapter:
         others = [r.model for prefix, r in self._runners("all").items() if prefix not in self._runners(selector)]
         lent = {p.untyped_storage()._cdata for model in others for p in model.parameters()}
         written = {*layout.regions.param.tolist(), *layout.fills.param.tolist()}
-        delivered = {entry.name for entry in layout.opaque}
+        delivered = {entry.param for entry in layout.opaque}
 
         def borrowed(number: int, param: ParamSpec) -> bool:
-            if param.staged or number in written or param.name in delivered:
+            if param.staged or number in written or number in delivered:
                 return False
             tensor = self._resolve(param.name)
             return tensor is not None and tensor.untyped_storage()._cdata in lent
@@ -263,7 +264,7 @@ class SGLangAdapter:
         with contextlib.ExitStack() as later:
             for model in models:
                 later.enter_context(_post_load_later(model))
-            _load(models, iter(tensors))
+                model.load_weights(iter(tensors))
         moved = [name for name, _, _, existed in before.rebound() if existed]
         moved += before.missing()
         if moved:
@@ -329,13 +330,6 @@ def _post_load_later(model: Any) -> Iterator[None]:
 def _prefix(name: str, runners: Mapping[str, Any]) -> str:
     """Which runner's parameter it is."""
     return next((prefix for prefix in runners if prefix and name.startswith(f"{prefix}.")), "")
-
-
-def _load(models: Sequence[Any], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Every model's loader over the same tensors, as SGLang's own update calls do."""
-    named = list(weights)
-    for model in models:
-        model.load_weights(iter(named))
 
 
 def _dtype(tensor: torch.Tensor) -> str:
