@@ -57,11 +57,15 @@ def sizes_of(config: object, hf_config: Mapping[str, object]) -> dict[str, int]:
         value = getattr(config, name, None)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
+    def stated(name: str, section: str) -> int | None:
+        nested = hf_config.get(section)
+        value = nested.get(name) if isinstance(nested, Mapping) else hf_config.get(name)
+        return value if isinstance(value, int) else None
+
     heads, channels = of("num_attention_heads"), of("kv_channels")
     groups = of("num_query_groups") or heads
-    vocab = hf_config.get("vocab_size")
     found = {
-        "vocab": vocab if isinstance(vocab, int) else None,
+        "vocab": stated("vocab_size", "text_config"),
         "heads": heads,
         "groups": groups,
         "head": channels,
@@ -75,6 +79,15 @@ def sizes_of(config: object, hf_config: Mapping[str, object]) -> dict[str, int]:
     }
     if heads and groups and channels:
         found |= {"qpg": heads // groups, "q": heads // groups * channels}
+    keys, values, size = of("linear_num_key_heads"), of("linear_num_value_heads"), of("linear_value_head_dim")
+    if keys and values and size:
+        found |= {"gdn_groups": keys, "gdn_heads": values // keys, "gdn_v": values // keys * size}
+        found["gdn_k"] = of("linear_key_head_dim")
+    if isinstance(hf_config.get("vision_config"), Mapping):
+        found["vit_heads"] = stated("num_heads", "vision_config")
+        width = stated("hidden_size", "vision_config")
+        if width and found["vit_heads"]:
+            found["vit_head"] = width // found["vit_heads"]
     return {symbol: value for symbol, value in found.items() if value is not None}
 
 
@@ -96,23 +109,24 @@ class Source:
     """Where a parameter of a layout comes from.
 
     :param live: Megatron's own tensor
-    :param sent: what regions point into: ``live`` itself, or for a zero-centred norm a float32 tensor that holds one
-        more than ``live`` after :meth:`refresh`
+    :param sent: what regions point into: ``live`` itself, or for a norm that HF centres differently a float32 tensor
+        that holds ``live`` plus ``shift`` after :meth:`refresh`
     """
 
     live: torch.Tensor
     sent: torch.Tensor
+    shift: float = 0.0
 
     def refresh(self) -> torch.Tensor:
         """``sent``, brought up to date."""
         if self.sent is not self.live:
-            torch.add(self.live.float(), 1.0, out=self.sent)
+            torch.add(self.live.float(), self.shift, out=self.sent)
         return self.sent
 
     def store(self) -> None:
         """Takes ``sent``, into which a checkpoint was loaded, back into ``live``."""
         if self.sent is not self.live:
-            self.live.copy_(self.sent - 1.0)
+            self.live.copy_(self.sent - self.shift)
 
 
 def read_layout(
@@ -156,11 +170,8 @@ def read_layout(
     regions = RegionBuilder()
     for shard, match in known:
         live = _readable(shard, rank)
-        sent = (
-            torch.empty(live.shape, dtype=torch.float32, device=live.device)
-            if (zero_centred and match.rule.norm)
-            else live
-        )
+        shift = float(zero_centred) - float(match.rule.centred) if match.rule.norm else 0.0
+        sent = torch.empty(live.shape, dtype=torch.float32, device=live.device) if shift else live
         params.append(
             ParamSpec(
                 shard.key,
@@ -171,7 +182,7 @@ def read_layout(
                 tuple(sent.stride()),
             )
         )
-        sources.append(Source(live, sent))
+        sources.append(Source(live, sent, shift))
         for piece in pieces(shard, match, sizes, rank):
             spec = TensorSpec(piece.name, piece.shape, dtypes.get(piece.name, dtype))
             if tensors.setdefault(spec.name, spec) != spec:

@@ -23,7 +23,7 @@ from oracle import POISON
 from safetensors.torch import load_file, save_file
 from warm import shared
 from weightlink.hooks.deadline import Deadline
-from weightlink.hooks.geometry import Layout, TensorSpec
+from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
 from weightlink.hooks.settings import WireSettings
 from weightlink.plan import EngineLayouts, Plan, build_plan, merge_manifest
 from weightlink.plugins.transports import P2P
@@ -260,7 +260,7 @@ class Grid:
             tensors = []
             for rank, layout in enumerate(layouts):
                 held = load_file(out / f"{rank}.safetensors")
-                tensors.append([held[str(n)] for n in range(len(layout.params))])
+                tensors.append([_as_live(held[str(n)], param) for n, param in enumerate(layout.params)])
             self._trained[key] = Trained(layouts, tensors)
         return self._trained[key]
 
@@ -275,7 +275,7 @@ class Grid:
                     "grid:engine_cell",
                     self.checkpoint(cell.family, cell.dtype),
                     arguments={"out": str(out), "draft": cell.draft},
-                    **cell.engine,
+                    **{**cell.engine, "server": {**toys.SERVER.get(cell.family, {}), **cell.engine.get("server", {})}},
                 )
             )
             layouts = [Layout.unpack((out / f"engine{rank}.layout").read_bytes()) for rank in range(ranks)]
@@ -292,6 +292,11 @@ def _reordered(layout: Layout, manifest: Sequence[TensorSpec]) -> Layout:
     moved = np.array([place[tensor.name] for tensor in layout.tensors], np.int32)
     regions = replace(layout.regions, tensor=moved[layout.regions.tensor])
     return replace(layout, tensors=tuple(manifest), regions=regions)
+
+
+def _as_live(tensor: torch.Tensor, param: ParamSpec) -> torch.Tensor:
+    """A tensor that was written contiguously, with the strides that it had in the trainer."""
+    return torch.empty_strided(param.shape, param.stride, dtype=tensor.dtype).copy_(tensor)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

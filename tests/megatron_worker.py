@@ -45,7 +45,8 @@ def logits(path: str, tp: int, ids: list[list[int]], **parallel: Any) -> Any:
     positions, mask = megatron_cpu.causal_inputs(tokens)
     with torch.no_grad():
         out = gather_from_tensor_model_parallel_region(model.eval()(tokens, positions, mask))
-    return out[..., : context_from_checkpoint(Path(path)).hf_config["vocab_size"]].tolist()
+    hf = context_from_checkpoint(Path(path)).hf_config
+    return out[..., : hf.get("text_config", hf)["vocab_size"]].tolist()
 
 
 def layout(path: str, out: str, fill: str = "rules", dtype: str = "float32", **parallel: Any) -> Any:

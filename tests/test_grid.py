@@ -43,6 +43,11 @@ SPREAD = [
     Cell("qwen3_moe", 2, {"ep": 2}, {"tp": 4, "rounded": False, "ep": 2}),  # experts cut in two ways
     Cell("qwen3_moe", 2, {"tp": 2}, {"tp": 4, "rounded": False, "server": {"attn_dp_size": 2}}),
     Cell("qwen3", 2, {"tp": 2}, {"tp": 2, "server": {"attn_dp_size": 2, "enable_dp_lm_head": True}}),
+    Cell("qwen3_moe", 2, {"ep": 2, "grouped": True}, {"tp": 2}),
+    Cell("gpt_oss", 2, {"tp": 2, "etp": 1}, {"tp": 2}),
+    Cell("gpt_oss", 2, {"ep": 2}, {"pp": 2}, dtype="bfloat16"),
+    Cell("qwen3_vl", 2, {"tp": 2}, {"tp": 2}),
+    Cell("qwen3_vl", 2, {"pp": 2}, {"pp": 2}, dtype="bfloat16"),
 ]
 
 DENSE = (
@@ -76,6 +81,9 @@ LAYOUTS = {
     "glm4_moe_air": MOE,
     "bailing_moe": MOE,
     "bailing_moe_v2": MOE,
+    "mistral": DENSE,
+    "gpt_oss": (MOE[0], DENSE[1]),
+    "qwen3_vl": DENSE,
 }
 FULL = [
     Cell(family, world, trainer, engine)

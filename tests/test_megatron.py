@@ -132,15 +132,25 @@ def check_layouts(out: Path, world: int, checkpoint: Path) -> dict[str, int]:
             ("qwen2", 2, {"tp": 2}),
             ("qwen3_moe", 2, {"tp": 1, "ep": 2}),
             ("qwen3_moe", 2, {"tp": 2, "etp": 1}),
+            ("qwen3_moe", 2, {"tp": 1, "ep": 2, "grouped": True}),
+            ("llama_bias", 1, {"tp": 1}),
+            ("mistral", 1, {"tp": 1}),
+            ("gpt_oss", 2, {"tp": 1, "ep": 2}),
+            ("gpt_oss", 2, {"tp": 2, "etp": 1}),
+            ("qwen3_next", 2, {"tp": 2, "etp": 1}),
+            ("qwen3_5", 2, {"tp": 2}),
+            ("qwen3_5_moe", 2, {"tp": 1, "ep": 2}),
+            ("qwen3_vl", 2, {"tp": 2}),
         ],
         "logits",
     ),
 )
 def test_logits_equal_transformers(megatron, checkpoints, family, world, parallel):
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     path = checkpoints(family)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    (architecture,) = json.loads((path / "config.json").read_text())["architectures"]
+    reference = getattr(transformers, architecture).from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         want = reference(torch.tensor(IDS)).logits
     for found in megatron.run("logits", world, path=str(path), ids=IDS, **parallel):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import toys_deepseek
 import toys_moe
+import toys_next
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -73,6 +74,7 @@ _FAMILIES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "qwen2": _qwen2,
     **toys_moe.TOYS,
     **toys_deepseek.TOYS,
+    **toys_next.TOYS,
 }
 
 
@@ -92,7 +94,13 @@ FAMILY = {
     "deepseek_v3": "deepseek",
     "deepseek_v3_mtp": "deepseek",
     "kimi_k2": "deepseek",
+    "llama_bias": "llama",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_vl_moe": "qwen3_vl",
 }
+
+#: ``ServerArgs`` without which SGLang does not build a toy here.
+SERVER = toys_next.SERVER
 
 
 def family_of(toy: str) -> str:
@@ -134,7 +142,9 @@ def make(family: str, path: Path | str) -> Path:
     for file, text in extra.pop("files", {}).items():
         (path / file).write_text(text)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **extra}, indent=1))
+    for key, value in extra.items():
+        config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
+    (path / "config.json").write_text(json.dumps(config, indent=1))
     return path
 
 
@@ -156,7 +166,9 @@ def coded(plain: Path, path: Path) -> Path:
         raise ValueError(f"{plain.name} has more elements than float32 can count")
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=1))
+    for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
+        part["dtype"] = "float32"
+    (path / "config.json").write_text(json.dumps(config, indent=1))
     return path
 
 

@@ -32,7 +32,10 @@ from typing import Any
 
 HERE = Path(__file__).parent
 START_SECONDS = 240.0
-MODELS = ["qwen3", "llama", "qwen2_moe", "qwen3_moe", "deepseek_v2", "mixtral", "glm4", "glm4_moe", "bailing_moe"]
+MODELS = [
+    *("qwen3", "llama", "qwen2_moe", "qwen3_moe", "deepseek_v2", "mixtral", "glm4", "glm4_moe", "bailing_moe"),
+    *("gpt_oss", "qwen3_next", "qwen3_vl", "qwen3_5"),
+]
 """SGLang's model files that the parent imports once for all ranks."""
 
 
@@ -205,22 +208,25 @@ def _runner(request: dict[str, Any], rank: int, port: int) -> Any:
     from sglang.srt.runtime_context import publish, spawn_world_rank
 
     torch.set_num_threads(1)
+    # Some models place tensors on "the current device" of a CUDA build of torch, which a forked rank cannot ask for.
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     tp, pp = request["tp"], request["pp"]
     cores = os.cpu_count() or 1
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(r % cores) for r in range(tp * pp))
-    server = one_batch.ServerArgs(
-        model_path=request["checkpoint"],
-        device="cpu",
-        attention_backend="torch_native",
-        skip_tokenizer_init=True,
-        mem_fraction_static=0.5,
-        max_total_tokens=512,
-        trust_remote_code=True,  # some toys bring a configuration class, as their families do
-        tp_size=tp,
-        pp_size=pp,
-        ep_size=request["ep"],
+    options = {
+        "model_path": request["checkpoint"],
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "skip_tokenizer_init": True,
+        "mem_fraction_static": 0.5,
+        "max_total_tokens": 512,
+        "trust_remote_code": True,  # some toys bring a configuration class, as their families do
+        "tp_size": tp,
+        "pp_size": pp,
+        "ep_size": request["ep"],
         **request["server"],
-    )
+    }
+    server = one_batch.ServerArgs(**options)
     if not request["rounded"]:
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *_: model_config
     world_rank = spawn_world_rank(server, tp_rank=rank % tp, pp_rank=rank // tp)

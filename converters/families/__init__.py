@@ -9,27 +9,38 @@ from weightlink.converters.families import (
     deepseek,
     glm4,
     glm4_moe,
+    gpt_oss,
     llama,
+    mistral,
     mixtral,
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
+    qwen3_vl,
 )
 from weightlink.converters.families.base import Family
 from weightlink.hooks import hookimpl
 
 BUILTIN = (
+    bailing_moe.FAMILY,
+    deepseek.FAMILY,
+    glm4.FAMILY,
+    glm4_moe.FAMILY,
+    gpt_oss.FAMILY,
     llama.FAMILY,
+    mistral.FAMILY,
+    mixtral.FAMILY,
     qwen2.FAMILY,
     qwen2_moe.FAMILY,
     qwen3.FAMILY,
+    qwen3_5.FAMILY,
+    qwen3_5.TEXT,
     qwen3_moe.FAMILY,
-    mixtral.FAMILY,
-    glm4.FAMILY,
-    glm4_moe.FAMILY,
-    bailing_moe.FAMILY,
-    deepseek.FAMILY,
+    qwen3_next.FAMILY,
+    qwen3_vl.FAMILY,
 )
 
 

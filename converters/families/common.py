@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weightlink.converters.families.rules import Rule
 
 
 def in_layer(*rules: Rule, source: str = "decoder.layers.{L}.", target: str = "model.layers.{L}.") -> tuple[Rule, ...]:
     """The rules with Megatron's and Hugging Face's prefix of decoder layer ``{L}``."""
     return tuple(rule.prefixed(source, target) for rule in rules)
+
+
+def inside(rules: tuple[Rule, ...], source: str, target: str) -> tuple[Rule, ...]:
+    """The rules for a model that is a part of another one: ``source`` before every key, ``target`` in place of the
+    names' ``model.``; names outside it (the head) stay."""
+
+    def name(text: str) -> str:
+        return target + text.removeprefix("model.") if text.startswith("model.") else text
+
+    return tuple(
+        replace(
+            rule,
+            key=source + rule.key,
+            to=name(rule.to)
+            if isinstance(rule.to, str)
+            else tuple(replace(part, name=name(part.name)) for part in rule.parts),
+        )
+        for rule in rules
+    )
+
+
+def zero_centred(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The rules for an HF model whose norms hold their scale less one."""
+    return tuple(replace(rule, centred=rule.norm) for rule in rules)
 
 
 EMBEDDINGS = (
@@ -39,6 +65,16 @@ QKV_BIAS = in_layer(
         (("self_attn.q_proj.bias", "q"), ("self_attn.k_proj.bias", "k"), ("self_attn.v_proj.bias", "v")),
         groups="groups",
     ),
+)
+
+#: Megatron's ``add_bias_linear`` gives every linear layer one.
+OUTPUT_BIAS = in_layer(Rule("self_attention.linear_proj.bias", "self_attn.o_proj.bias"))
+
+MLP_BIAS = in_layer(
+    Rule("mlp.linear_fc1.bias", (("mlp.gate_proj.bias", "ffn"), ("mlp.up_proj.bias", "ffn"))),
+    Rule("mlp.linear_fc1.bias_w", "mlp.gate_proj.bias"),
+    Rule("mlp.linear_fc1.bias_v", "mlp.up_proj.bias"),
+    Rule("mlp.linear_fc2.bias", "mlp.down_proj.bias"),
 )
 
 QK_NORM = in_layer(

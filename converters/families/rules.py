@@ -17,6 +17,11 @@ from the model's own configuration (:func:`weightlink.converters.megatron.sizes_
 ``shared_ffn``           the same of the shared experts together
 ``experts``              routed experts of a layer
 ``layers``               decoder layers, next-token layers not counted
+``gdn_groups``           key heads of a gated delta net
+``gdn_k``, ``gdn_v``     rows of one key head, and of the value heads that belong to it
+``gdn_heads``            value heads that belong to one key head
+``vit_heads``            attention heads of a vision tower
+``vit_head``             rows per head of a vision tower
 ======================== ===========================================================================
 
 ``{L}`` stands for the global layer number, ``{E}`` for the global expert number; every placeholder of the key may be
@@ -67,6 +72,7 @@ class Rule:
     :param transpose: the HF tensor's dimensions are the Megatron tensor's in reverse
     :param stack: size of a leading HF dimension that the key's last placeholder indexes; empty for none
     :param norm: a norm's scale: a Megatron model with zero-centred norms holds it less one
+    :param centred: HF, too, holds that scale less one
     """
 
     key: str
@@ -75,6 +81,7 @@ class Rule:
     transpose: bool = False
     stack: str = ""
     norm: bool = False
+    centred: bool = False
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -112,6 +119,8 @@ class Rule:
         whole = [part for part in parts if not part.rows]
         if whole and (len(parts) > 1 or self.groups or whole[0] != Part(whole[0].name)):
             raise PluginError(f"family {family!r}: a part without rows stands alone", tensor=self.key)
+        if self.centred and not self.norm:
+            raise PluginError(f"family {family!r}: only a norm's scale can be zero-centred", tensor=self.key)
         if self.stack and not known:
             raise PluginError(f"family {family!r}: nothing indexes the stacked dimension", tensor=self.key)
 

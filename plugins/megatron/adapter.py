@@ -16,12 +16,12 @@ from weightlink.converters.megatron import (
     Source,
     read_layout,
     require_same_rotation,
-    shards_of,
     sizes_of,
 )
 from weightlink.hooks.errors import ConfigError, LayoutError
 from weightlink.hooks.geometry import Layout, Regions
 from weightlink.hooks.manager import PluginManager
+from weightlink.plugins.megatron.entries import entries
 
 if TYPE_CHECKING:
     from weightlink.hooks.deadline import Deadline
@@ -128,14 +128,10 @@ class MegatronAdapter:
             torch.accelerator.synchronize(self.device)
 
     def _read_now(self, family: Family, context: EngineContext, exclude: Sequence[str]) -> _Read:
-        from megatron.core.dist_checkpointing.mapping import apply_factories
-
         shards: list[Shard] = []
         for module in self._modules:
             # A fresh dict each time: Megatron adds entries of its own to it.
-            state = module.sharded_state_dict(metadata=dict(METADATA))
-            apply_factories(state)
-            shards += shards_of(state)
+            shards += entries(module.sharded_state_dict(metadata=dict(METADATA)))
         _require_tied_alike(context.hf_config, {shard.key for shard in shards}, self.rank)
         config = self._modules[0].config
         require_same_rotation(config, family, self.rank)
@@ -157,7 +153,7 @@ class MegatronAdapter:
                     "Megatron's sharded entry is a copy, which would never show a later optimizer step",
                     tensor=param.name,
                     rank=self.rank,
-                    remedy="use SequentialMLP or TEGroupedMLP experts",
+                    remedy="use a module whose sharded_state_dict shows views of its parameters",
                 )
         return _Read(layout, sources, self._fingerprint(), family, context, exclude)
 
@@ -202,10 +198,11 @@ def _awaits_gather(chunk: torch.nn.Module) -> bool:
 
 def _require_tied_alike(hf_config: Mapping[str, Any], keys: set[str], rank: str) -> None:
     """A trained output layer cannot go to an engine that shares it with the embeddings: it would be dropped there."""
-    if hf_config.get("tie_word_embeddings") and "output_layer.weight" in keys:
+    own = [key for key in keys if key.split(".")[-2:] == ["output_layer", "weight"]]
+    if hf_config.get("tie_word_embeddings") and own:
         raise LayoutError(
             "the trainer has an output layer of its own, the engine's model ties it to the embeddings",
-            tensor="output_layer.weight",
+            tensor=own[0],
             rank=rank,
             expected="share_embeddings_and_output_weights=True",
             found="share_embeddings_and_output_weights=False",

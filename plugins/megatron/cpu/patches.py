@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch._dynamo
 from weightlink.plugins.megatron.cpu.mla import install_mla_patches
 
 _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "zeros_like", "empty_like", "arange")
@@ -40,6 +41,8 @@ def install_cpu_patches() -> None:
     _installed = True
     # Its CUDA library raises OSError where Megatron expects ImportError.
     sys.modules["flash_mla"] = None  # type: ignore[assignment]
+    # Compiling what Megatron fuses takes longer than a test.
+    torch._dynamo.config.disable = True
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *args, **kwargs: None
