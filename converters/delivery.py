@@ -16,7 +16,7 @@ from weightlink.converters.affine import TooComplex
 from weightlink.converters.cells import CONSTANT, Piece
 from weightlink.converters.writes import Contents, Loss
 from weightlink.hooks.errors import ReplayError
-from weightlink.hooks.geometry import Fills, Layout, Opaque, ParamSpec, RegionBuilder, TensorSpec
+from weightlink.hooks.geometry import CASTABLE, Fills, Layout, Opaque, ParamSpec, RegionBuilder, TensorSpec
 
 Again = Callable[[frozenset[int]], Contents]
 """Replays the loader over some canonical tensors; raises :class:`ReplayError` when it does not accept them."""
@@ -166,7 +166,8 @@ def layout(rank: str, specs: Sequence[TensorSpec], full: Contents, delivery: Del
     for at, name in enumerate(sorted(delivery.names)):
         spec = specs[name]
         stride = affine.contiguous(spec.shape)
-        params.append(ParamSpec(spec.name, spec.shape, spec.dtype, storage + at, 0, stride, staged=True))
+        dtype = _staged_dtype(name, spec, full, delivery)
+        params.append(ParamSpec(spec.name, spec.shape, dtype, storage + at, 0, stride, staged=True))
         if math.prod(spec.shape):
             regions.add(name, len(params) - 1, lo=[0] * len(spec.shape), size=spec.shape, offset=0, stride=stride)
     made = Layout(
@@ -179,6 +180,12 @@ def layout(rank: str, specs: Sequence[TensorSpec], full: Contents, delivery: Del
     )
     made.validate()
     return made
+
+
+def _staged_dtype(name: int, spec: TensorSpec, full: Contents, delivery: Delivery) -> str:
+    """fp32 where the engine keeps in fp32 all that is made of the tensor: rounding it on the way would show."""
+    into = {full.params[param].dtype for param, loss in delivery.lost.items() if name in loss.sources}
+    return "float32" if into == {"float32"} and spec.dtype in CASTABLE else spec.dtype
 
 
 def _opaque(specs: Sequence[TensorSpec], full: Contents, delivery: Delivery) -> list[Opaque]:

@@ -135,7 +135,6 @@ def read_layout(
     sizes: Mapping[str, int],
     *,
     dtype: str,
-    dtypes: Mapping[str, str],
     rank: str,
     zero_centred: bool = False,
     exclude: Sequence[str] = (),
@@ -143,7 +142,7 @@ def read_layout(
     """One rank's layout in canonical form, and the source of every entry of its ``params``.
 
     :param sizes: see :func:`sizes_of`
-    :param dtype: dtype of canonical tensors, ``dtypes`` that of the exceptions by name
+    :param dtype: of canonical tensors, as the engine's loader is to see them; it decides no value (DESIGN 5.2)
     :param zero_centred: norms hold their scale less one
     :param exclude: Megatron keys, or patterns with ``*``, that are not sent
     :raises NameMapError: naming every key without a rule
@@ -184,7 +183,7 @@ def read_layout(
         )
         sources.append(Source(live, sent, shift))
         for piece in pieces(shard, match, sizes, rank):
-            spec = TensorSpec(piece.name, piece.shape, dtypes.get(piece.name, dtype))
+            spec = TensorSpec(piece.name, piece.shape, dtype)
             if tensors.setdefault(spec.name, spec) != spec:
                 raise LayoutError(
                     "two Megatron parameters disagree on a tensor's shape",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 from weightlink.client import EngineClient, fan_out, raise_failures
-from weightlink.encoded import encode, names_to_encode, require_one_format, require_taken
+from weightlink.encoded import encode, names_to_encode, require_encoder, require_one_format, require_taken
 from weightlink.hooks import messages as m
 from weightlink.hooks.errors import ConfigError, EngineUnavailable, ErrorInfo, PlanMismatch
 from weightlink.hooks.geometry import Layout, TensorSpec
@@ -100,7 +100,9 @@ def attach(
     """
     group.together(lambda: adapter.make_readable(deadline), deadline, "the trainer's weights to be readable")
     data = group.lead(
-        lambda: msgspec.msgpack.encode(_contexts(clients, adapter, settings, deadline)), deadline, "engine contexts"
+        lambda: msgspec.msgpack.encode(_contexts(clients, adapter, settings, plugins, deadline)),
+        deadline,
+        "engine contexts",
     )
     contexts = _contexts_decoder.decode(data)
     layout = group.together(
@@ -158,7 +160,11 @@ def attach(
 
 
 def _contexts(
-    clients: Sequence[EngineClient], adapter: TrainingAdapter, settings: LinkSettings, deadline: Deadline
+    clients: Sequence[EngineClient],
+    adapter: TrainingAdapter,
+    settings: LinkSettings,
+    plugins: PluginManager,
+    deadline: Deadline,
 ) -> tuple[m.EngineContext, ...]:
     """Every engine's context, checked against the trainer and one another before anything is built."""
     replies, failures = fan_out(clients, lambda c: c.send(m.Describe(deadline.check("contexts")), deadline))
@@ -169,6 +175,7 @@ def _contexts(
         if context is None:
             raise EngineUnavailable("the engine did not describe itself", rank=client.name)
         _check_context(client.name, context, adapter, settings)
+        require_encoder(client.name, context, plugins)
         contexts.append(context)
     first = contexts[0]
     for client, context in zip(clients, contexts, strict=True):

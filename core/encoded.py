@@ -39,32 +39,38 @@ def _format(context: EngineContext) -> str:
     return f"quantization {context.quantization or 'none'}, quantization_config {config or 'none'}"
 
 
+def require_encoder(name: str, context: EngineContext, plugins: PluginManager) -> None:
+    """Raises :class:`ConfigError` for a quantised engine whose format no encoder knows: its loader has to quantise what
+    it is given, and what it makes of plain numbers after the first load is not what it made before."""
+    if context.quantization and choose_encoding(plugins.encoders(), context) is None:
+        raise _unknown(f"the engine is quantised ({context.quantization})", name, context, plugins)
+
+
 def names_to_encode(
     engines: Sequence[EngineLayouts], context: EngineContext, plugins: PluginManager
 ) -> tuple[str, ...]:
     """Canonical tensors that have to be sent in the engines' own format: those that the engines' loaders, given plain
     numbers, would cast to a quantised dtype. Sorted; empty for engines that keep plain numbers.
 
-    Raises :class:`ConfigError` for engines whose format no encoder knows."""
+    Raises :class:`ConfigError` for a dtype that the encoder of the engines' format does not make."""
     dtypes = quantised_names([layout for engine in engines for layout in engine.layouts])
-    lost = {o.name: o.reason for engine in engines for layout in engine.layouts for o in layout.opaque}
-    if not dtypes and not (context.quantization and lost):
-        return ()
-    chosen = choose_encoding(plugins.encoders(), context)
+    chosen = choose_encoding(plugins.encoders(), context) if dtypes else None
     wrong = sorted(name for name, dtype in dtypes.items() if chosen is None or dtype != chosen[1].dtype)
-    if chosen is None and not wrong:  # a quantised engine whose weights are not where, or what, its loader wants
-        wrong = sorted(lost)
     if wrong:
-        name = wrong[0]
-        raise ConfigError(
-            f"the engine keeps {len(wrong)} tensors in a quantised form that no encoder makes",
-            tensor=name,
-            rank=engines[0].name,
-            expected=f"a format that an encoder knows: {', '.join(sorted(plugins.encoders())) or 'none installed'}",
-            found=f"{_format(context)}; {dtypes.get(name) or lost[name]}",
-            remedy=_REMEDY,
-        )
+        what = f"the engine keeps {len(wrong)} tensors in {dtypes[wrong[0]]}"
+        raise _unknown(what, engines[0].name, context, plugins, tensor=wrong[0])
     return tuple(sorted(dtypes))
+
+
+def _unknown(what: str, name: str, context: EngineContext, plugins: PluginManager, *, tensor: str = "") -> ConfigError:
+    return ConfigError(
+        f"{what}, and no encoder makes that from plain numbers",
+        tensor=tensor,
+        rank=name,
+        expected=f"a format that an encoder knows ({', '.join(sorted(plugins.encoders())) or 'none is installed'})",
+        found=_format(context),
+        remedy=_REMEDY,
+    )
 
 
 def encode(layout: Layout, names: Sequence[str], context: EngineContext, plugins: PluginManager) -> Encoded | None:

@@ -82,7 +82,6 @@ class EngineContext(msgspec.Struct, frozen=True, kw_only=True):
     :param hf_config: the model's Hugging Face configuration as plain data
     :param architecture: ``hf_config["architectures"][0]``
     :param dtype: dtype in which the engine loads the model
-    :param dtypes: canonical name -> dtype where the engine's own differs from ``dtype``
     :param device: ``"cpu"`` or ``"cuda"``
     :param versions: versions of what must agree, e.g. torch and nccl
     :param owns_weights: the engine loaded its weights itself, so that tensors it owns are valid
@@ -97,7 +96,6 @@ class EngineContext(msgspec.Struct, frozen=True, kw_only=True):
     hf_config: dict[str, Any]
     architecture: str
     dtype: str
-    dtypes: dict[str, str] = {}
     quantization: str = ""
     tp_size: int
     pp_size: int

@@ -43,7 +43,7 @@ def cut(key: str, whole: torch.Tensor, start: int, end: int, **options: bool) ->
 
 def read(entries, family="qwen2", exclude=(), **sizes):
     family = family if isinstance(family, Family) else FAMILIES[family]
-    layout, sources = read_layout(entries, family, sizes, dtype="float32", dtypes={}, rank="trainer 0", exclude=exclude)
+    layout, sources = read_layout(entries, family, sizes, dtype="float32", rank="trainer 0", exclude=exclude)
     return layout, [source.refresh() for source in sources]
 
 
@@ -169,12 +169,11 @@ def test_unknown_keys_are_all_named_with_a_remedy():
     assert 'Rule("decoder.layers.{L}.mlp.mystery.weight"' in raised.value.remedy
 
 
-def test_manifest_dtypes_come_from_the_context():
+def test_the_manifests_dtype_is_the_engines_and_the_parameters_its_own():
     entries = [cut("decoder.final_layernorm.weight", torch.zeros(4), 0, 4)]
-    for exceptions, want in (({}, "bfloat16"), ({"model.norm.weight": "float32"}, "float32")):
-        layout, _ = read_layout(entries, FAMILIES["llama"], {}, dtype="bfloat16", dtypes=exceptions, rank="trainer 0")
-        assert [spec.dtype for spec in layout.tensors] == [want]
-        assert layout.params[0].dtype == "float32"
+    layout, _ = read_layout(entries, FAMILIES["llama"], {}, dtype="bfloat16", rank="trainer 0")
+    assert [spec.dtype for spec in layout.tensors] == ["bfloat16"]
+    assert layout.params[0].dtype == "float32"
 
 
 def test_aliases_share_a_storage_number():
@@ -224,7 +223,7 @@ def test_a_zero_centred_norm_is_sent_with_one_added_and_loaded_with_one_taken():
         cut("decoder.layers.0.mlp.linear_fc2.weight", plain, 0, 1),
     ]
     layout, (norm, other) = read_layout(
-        entries, FAMILIES["llama"], {}, dtype="bfloat16", dtypes={}, rank="trainer 0", zero_centred=True
+        entries, FAMILIES["llama"], {}, dtype="bfloat16", rank="trainer 0", zero_centred=True
     )
     assert layout.params[0].dtype == "float32"
     assert norm.refresh().tolist() == [0.5, 1.25, 1.0]

@@ -92,7 +92,7 @@ class MegatronAdapter:
         deadline.check("the trainer's parameter all-gather", rank=self.rank)
 
     def layout(self, context: EngineContext, family: str | None, exclude: Sequence[str] = ()) -> Layout:
-        """This rank's regions. Of the context it uses ``architecture``, ``hf_config``, ``dtype`` and ``dtypes``.
+        """This rank's regions. Of the context it uses ``architecture``, ``hf_config`` and ``dtype``.
 
         :raises NameMapError: for an unknown architecture, or for parameters without a rule
         :raises LayoutError: for a parameter that cannot be read in place
@@ -140,7 +140,6 @@ class MegatronAdapter:
             family,
             sizes_of(config, context.hf_config),
             dtype=context.dtype,
-            dtypes=context.dtypes,
             rank=self.rank,
             zero_centred=bool(getattr(config, "layernorm_zero_centered_gamma", False)),
             exclude=exclude,
