@@ -65,13 +65,23 @@ def wrapped(runner: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return Wrapper(runner.model), load_file(Path(runner.server_args.model_path) / "model.safetensors")
 
 
+def plain(runner: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The runner's own model and checkpoint."""
+    from safetensors.torch import load_file
+
+    return runner.model, load_file(Path(runner.server_args.model_path) / "model.safetensors")
+
+
+KINDS = {"mamba2": lambda runner: mamba2(), "coupled": coupled, "wrapped": wrapped, "plain": plain}
+
+
 def cell(runner: Any, kind: str) -> dict[str, Any]:
     """An update by the adapter: regions into poisoned memory, then its loader. In a rank's process."""
     from oracle import deliver, live, poison, write
     from test_adapter import adapter_of
     from weightlink.hooks.geometry import TensorSpec
 
-    model, tensors = mamba2() if kind == "mamba2" else {"coupled": coupled, "wrapped": wrapped}[kind](runner)
+    model, tensors = KINDS[kind](runner)
     runner.model = model
     adapter = adapter_of(runner)
     specs = [TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]

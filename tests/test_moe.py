@@ -16,6 +16,7 @@ import toys
 from megatron_cpu import Megatron
 from safetensors import safe_open
 from test_families import FAMILIES, Entry, read, rows
+from warm import shared
 from weightlink.converters.families.base import choose_family
 from weightlink.converters.megatron import sizes_of
 from weightlink.plugins.megatron.cpu.moe import moe_options
@@ -172,6 +173,44 @@ def test_logits_equal_transformers(
     for found in megatron.run("logits", world, path=str(path), ids=IDS, **parallel):
         difference = (torch.tensor(found) - want).abs().max()
         assert difference <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("toy", ["bailing_moe", "bailing_moe_v2"])
+def test_logits_equal_sglangs_own(megatron: Megatron, folder: Path, toy: str) -> None:
+    """For a family that transformers does not have."""
+    path = toys.make(toy, folder / toy)
+    prompts = [IDS[0][:5], IDS[0]]
+    (wanted,) = shared().run("forward:logits", path, arguments={"prompts": prompts}, server={"dtype": "float32"})
+    (found,) = megatron.run("logits", 1, path=str(path), ids=IDS, tp=1)
+    for prompt, want in zip(prompts, map(torch.tensor, wanted), strict=True):
+        have = torch.tensor(found[0][len(prompt) - 1])
+        want = want[: len(have)]
+        assert (have - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
+def test_the_linear_variants_loader_is_followed(folder: Path, sizes: dict[str, int]) -> None:
+    """Linear attention beside latent attention; Megatron-Core has no linear attention of this kind to send it from."""
+    path = toys.make("bailing_moe_linear", folder / "linear")
+    ranks = shared().run("test_replay_sglang:cell", path, server={"disable_radix_cache": True}, **sizes)
+    for rank in ranks:
+        assert rank["unchanged"]
+        assert rank["opaque"] == []
+        assert rank["different"] == []
+        assert rank["params"] >= 11
+    assert set.intersection(*(set(rank["unused"]) for rank in ranks)) == set()
+    assert {name.rpartition(".")[2] for rank in ranks for name in rank["derived"]} == {"w_kc", "w_vc"}
+
+
+def test_a_head_that_the_loader_normalises_goes_through_the_loader(folder: Path) -> None:
+    path = toys.make("bailing_moe_norm_head", folder / "norm_head")
+    ranks = shared().run("test_delivery:cell", path, tp=2, arguments={"kind": "plain"})
+    for rank in ranks:
+        assert rank["different"] == []
+        assert rank["staged"] == ["lm_head.weight"]
+        assert {name for name, _ in rank["opaque"]} == {"lm_head.weight"}
+        assert all(delivered for _, delivered in rank["opaque"])
+        assert rank["calls"]["load"] == 1
 
 
 def learned_bias(path: str, **parallel: Any) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class ToyConfig(PretrainedConfig):
 
 def _bailing_config(architecture: str) -> dict[str, Any]:
     second = architecture == "BailingMoeV2ForCausalLM"
-    config = {
+    config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": "bailing_moe",
         "auto_map": {"AutoConfig": "configuration_toy.ToyConfig"},
@@ -139,7 +139,8 @@ def _bailing_config(architecture: str) -> dict[str, Any]:
             "partial_rotary_factor": 0.5,
             "n_group": 2,
             "topk_group": 1,
-            "routed_scaling_factor": 2.5,
+            # SGLang on CPUs leaves this factor out of this model.
+            "routed_scaling_factor": 1.0,
             "score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "router_dtype": "fp32",
@@ -160,19 +161,27 @@ def _bailing_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shape = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
         return {f"{base}.{name}_proj.weight": size for name, size in shape.items()}
 
+    def attention(base: str, layer: int) -> dict[str, tuple[int, ...]]:
+        period = config.get("layer_group_size", 1)
+        if period > 1 and (layer + 1) % period == 0:
+            return _latent_attention(base, config)
+        keys = heads if period > 1 else groups
+        found: dict[str, tuple[int, ...]] = {
+            f"{base}query_key_value.weight": ((heads + 2 * keys) * head, hidden),
+            f"{base}dense.weight": (hidden, heads * head),
+        }
+        if period > 1:
+            found |= {f"{base}g_proj.weight": (heads * head, hidden), f"{base}g_norm.weight": (heads * head,)}
+        if config["use_qkv_bias"]:
+            found[f"{base}query_key_value.bias"] = ((heads + 2 * keys) * head,)
+        if config["use_qk_norm"]:
+            found |= {f"{base}{name}_layernorm.weight": (head,) for name in ("query", "key")}
+        return found
+
     for layer in range(config["num_hidden_layers"]):
         base = f"model.layers.{layer}."
-        qkv = f"{base}attention.query_key_value."
-        shapes |= {
-            f"{base}input_layernorm.weight": (hidden,),
-            f"{base}post_attention_layernorm.weight": (hidden,),
-            f"{qkv}weight": ((heads + 2 * groups) * head, hidden),
-            f"{base}attention.dense.weight": (hidden, heads * head),
-        }
-        if config["use_qkv_bias"]:
-            shapes[f"{qkv}bias"] = ((heads + 2 * groups) * head,)
-        if config["use_qk_norm"]:
-            shapes |= {f"{base}attention.{name}_layernorm.weight": (head,) for name in ("query", "key")}
+        shapes |= {f"{base}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= attention(f"{base}attention.", layer)
         if layer < config["first_k_dense_replace"]:
             shapes |= mlp(f"{base}mlp", config["intermediate_size"])
             continue
@@ -185,8 +194,46 @@ def _bailing_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _write_bailing(architecture: str, path: Path) -> None:
-    config = _bailing_config(architecture)
+def _latent_attention(base: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    plain, turned, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    low, keys = config["q_lora_rank"], config["kv_lora_rank"]
+    return {
+        f"{base}q_a_proj.weight": (low, hidden),
+        f"{base}q_a_layernorm.weight": (low,),
+        f"{base}q_b_proj.weight": (heads * (plain + turned), low),
+        f"{base}kv_a_proj_with_mqa.weight": (keys + turned, hidden),
+        f"{base}kv_a_layernorm.weight": (keys,),
+        f"{base}kv_b_proj.weight": (heads * (plain + value), keys),
+        f"{base}dense.weight": (hidden, heads * value),
+    }
+
+
+def _linear_config() -> dict[str, Any]:
+    """Version 2.5: linear attention, and latent attention in every second layer."""
+    return {
+        **_bailing_config("BailingMoeV2ForCausalLM"),
+        "architectures": ["BailingMoeV2_5ForCausalLM"],
+        "model_type": "bailing_hybrid",
+        "layer_group_size": 2,
+        "group_norm_size": 2,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 40,
+        "num_nextn_predict_layers": 0,
+        # The one kind that SGLang's latent attention has on CPUs.
+        "rope_parameters": {
+            "rope_type": "deepseek_yarn",
+            "rope_theta": 600000,
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+        },
+    }
+
+
+def _write_bailing(config: dict[str, Any], path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, shape in _bailing_shapes(config).items():
@@ -200,6 +247,10 @@ def _write_bailing(architecture: str, path: Path) -> None:
 
 
 WRITTEN: dict[str, Callable[[Path], None]] = {
-    "bailing_moe": lambda path: _write_bailing("BailingMoeForCausalLM", path),
-    "bailing_moe_v2": lambda path: _write_bailing("BailingMoeV2ForCausalLM", path),
+    "bailing_moe": lambda path: _write_bailing(_bailing_config("BailingMoeForCausalLM"), path),
+    "bailing_moe_norm_head": lambda path: _write_bailing(
+        {**_bailing_config("BailingMoeForCausalLM"), "norm_head": True}, path
+    ),
+    "bailing_moe_v2": lambda path: _write_bailing(_bailing_config("BailingMoeV2ForCausalLM"), path),
+    "bailing_moe_linear": lambda path: _write_bailing(_linear_config(), path),
 }
