@@ -82,7 +82,9 @@ def marks(cell: Cell) -> list[pytest.MarkDecorator]:
         "engine PP": cell.engine.get("pp", 1) > 1,
         "engine EP": cell.engine.get("ep", 1) > 1,
         "engine EPxTP": 1 < cell.engine.get("ep", 1) < cell.engine.get("tp", 1),
-        "engine DP attention": bool(cell.engine.get("server", {}).get("enable_dp_attention")),
+        "engine DP attention": cell.engine.get("server", {}).get("attn_dp_size", 1) > 1,
+        "engine KV copies": not cell.engine.get("rounded", True)
+        and "attn_dp_size" not in cell.engine.get("server", {}),
         "draft": cell.draft,
         "coded": cell.dtype == "float32",
     }

@@ -32,6 +32,7 @@ FEATURES = {
     "engine EP": "expert parallel",
     "engine EPxTP": "experts split both ways",
     "engine DP attention": "attention data parallelism",
+    "engine KV copies": "more tensor parallel ranks than key-value heads",
     "MTP": "next-token layers: logits of transformers' own layer",
     "draft": "an engine's draft model, made of the next-token layer",
     "coded": "index-coded weights on both sides",
