@@ -7,6 +7,7 @@ are the target's, and what is judged is its own load of the same checkpoint.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -17,8 +18,12 @@ from unittest import mock
 import pytest
 import torch
 import toys
+from plain import PlainTrainer
 from safetensors.torch import load_file, save_file
 from warm import shared
+from weightlink.hooks.geometry import Layout
+from weightlink.hooks.settings import WireSettings
+from weightlink.plan import EngineLayouts, build_plan
 
 
 def with_draft(family: str, folder: Path) -> Path:
@@ -98,8 +103,24 @@ def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
     return [n for n in a if not torch.equal(a[n].contiguous().view(torch.uint8), b[n].contiguous().view(torch.uint8))]
 
 
-def cell(runner: Any, selector: str) -> dict[str, Any]:
+def refused(adapter: Any, params: Any) -> str:
+    """What an update of the target alone is told after a failed one of both models."""
+    from weightlink.hooks.errors import ConflictError
+
+    adapter.begin(params)
+    try:
+        adapter.begin([param for param in params if not param.name.startswith("draft.")])
+    except ConflictError as error:
+        return str(error)
+    finally:
+        adapter.begin(params)
+        adapter.finish()
+    return ""
+
+
+def cell(runner: Any, selector: str, out: str) -> dict[str, Any]:
     """One update of the selected models, written by the layout into poisoned memory."""
+    from grid import world_rank
     from oracle import POISON, write
     from weightlink.hooks.geometry import TensorSpec
     from weightlink.plugins.sglang.adapter import SGLangAdapter
@@ -140,7 +161,9 @@ def cell(runner: Any, selector: str) -> dict[str, Any]:
         write(layout, params, tensors)
         adapter.finish()
     used = {layout.tensors[i].name for i in layout.regions.tensor.tolist()}
+    (Path(out) / str(world_rank())).write_bytes(layout.pack())
     return {
+        "conflict": refused(adapter, layout.params) if selector == "all" else "",
         "refusal": adapter.context().refusal,
         "observed": observed,
         "poisoned": poisoned,
@@ -170,10 +193,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_the_selected_models_become_what_sglang_loads(
-    folder: Path, family: str, selector: str, sizes: dict[str, Any]
+    folder: Path, tmp_path: Path, family: str, selector: str, sizes: dict[str, Any]
 ) -> None:
     path = with_draft(family, folder)
-    ranks = shared().run("test_drafts:cell", path, arguments={"selector": selector}, **sizes)
+    ranks = shared().run("test_drafts:cell", path, arguments={"selector": selector, "out": str(tmp_path)}, **sizes)
     own = {"target": "target:model.layers.", "draft": ("draft:model.decoder.", "draft:model.mtp_block.")}
     for rank in ranks:
         assert rank["refusal"] == ""
@@ -191,3 +214,11 @@ def test_the_selected_models_become_what_sglang_loads(
     unused = set.intersection(*(set(rank["unused"]) for rank in ranks))
     if selector == "all":
         assert unused == set()
+        assert all("left other models half written: draft" in rank["conflict"] for rank in ranks)
+    # The proof that every element is written once, over both models and what they share.
+    context: Any = SimpleNamespace(dtype="bfloat16")
+    trainer = PlainTrainer(load_file(path / "model.safetensors")).layout(context, None)
+    layouts = [Layout.unpack((tmp_path / str(n)).read_bytes()) for n in range(len(ranks))]
+    trainer = dataclasses.replace(trainer, tensors=layouts[0].tensors)  # the router's bias stays float32
+    plan = build_plan([trainer], [EngineLayouts("engine", layouts)], WireSettings(), ignore=tuple(unused))
+    assert plan.engines[0].owned == tuple(sorted({p.name for x in layouts for p in x.params if not p.loaded}))
