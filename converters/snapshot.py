@@ -144,6 +144,14 @@ def _same_binding(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+def digest_of(tensor: torch.Tensor) -> int:
+    """A position-sensitive digest of a tensor's elements; 0 without data."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.numel() * tensor.itemsize:
+        storage = tensor.clone(memory_format=torch.contiguous_format).untyped_storage()
+    return 0 if storage.device.type == "meta" else _digest(storage, {})
+
+
 def _digest(storage: torch.UntypedStorage, keys: dict[torch.device, torch.Tensor]) -> int:
     """Bytes as 64-bit words times position keys, summed modulo 2**64, and the blocks' sums chained."""
     octets = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

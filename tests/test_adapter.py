@@ -147,3 +147,53 @@ def test_an_engine_with_derived_caches_is_refused_with_sglangs_own_reason(folder
     _check_context("http://e", fine, trainer, LinkSettings())
     with pytest.raises(ConfigError, match=reason):
         _check_context("http://e", refused, trainer, LinkSettings())
+
+
+def packing(runner: Any) -> dict[str, str]:
+    """What is said about models whose quantisation method changes what was loaded, and which still load."""
+    import torch
+    from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+    from weightlink.plugins.sglang import rewritten
+
+    class Method(QuantizeMethodBase):
+        def apply(self, layer, *args, **kwargs):
+            raise NotImplementedError
+
+    class Plain(Method):
+        def process_weights_after_loading(self, layer):
+            layer.weight = torch.nn.Parameter(layer.weight.data.clone(), requires_grad=False)
+
+    class Swaps(Method):
+        def process_weights_after_loading(self, layer):
+            layer.weight.data.copy_(layer.weight.data.flip(0))
+
+    class Turns(Method):
+        def process_weights_after_loading(self, layer):
+            layer.weight.data = layer.weight.data.t()
+
+    class TurnsBack(Turns):
+        def restore_weights_before_loading(self, layer):
+            layer.weight.data = layer.weight.data.t()
+
+    class SwapsAndSays(Swaps):
+        def restore_weights_before_loading(self, layer):
+            pass
+
+    found = {}
+    for kind in (Plain, Swaps, Turns, TurnsBack, SwapsAndSays):
+        model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
+        model[1].quant_method = kind()
+        rewritten.watch(model)
+        for _ in range(2):
+            model[1].quant_method.process_weights_after_loading(model[1])
+        found[kind.__name__] = rewritten.refusal(model)
+    found["runner"] = rewritten.refusal(runner.model)
+    return found
+
+
+def test_what_a_quantisation_method_rewrites_is_refused_by_name(folder: Path) -> None:
+    (found,) = shared().run("test_adapter:packing", toys.make("qwen3", folder / "qwen3"))
+    print(found)
+    for kind in ("Swaps", "Turns", "SwapsAndSays"):
+        assert found[kind] == f"1.weight: {kind} rewrites it after loading, and SGLang cannot undo that"
+    assert found["Plain"] == found["TurnsBack"] == found["runner"] == ""

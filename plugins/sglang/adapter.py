@@ -24,6 +24,7 @@ from weightlink.hooks.errors import ConflictError, LayoutError, NotIdle
 from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
 from weightlink.hooks.messages import PROTOCOL, EngineContext, LayoutKind, RankPlace
 from weightlink.hooks.settings import PauseMode, Selector
+from weightlink.plugins.sglang import rewritten
 
 
 class SGLangAdapter:
@@ -115,6 +116,9 @@ class SGLangAdapter:
             derived = _unsupported_derived_weight_cache_error(runner.model)
             if derived is not None:
                 return str(derived)
+            packed = rewritten.refusal(runner.model)
+            if packed:
+                return packed
         mode = get_model().weight_cache_mode
         args = self._scheduler.server_args
         for unsupported, why in (

@@ -16,6 +16,7 @@ from weightlink.board import Board
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.manager import PluginManager
 from weightlink.hooks.messages import RankPlace
+from weightlink.plugins.sglang import rewritten
 from weightlink.plugins.sglang.adapter import SGLangAdapter
 from weightlink.plugins.sglang.envelope import WeightlinkReqInput, WeightlinkReqOutput
 from weightlink.plugins.sglang.install import Hook
@@ -93,6 +94,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 HOOKS = [
     Hook(f"{_SCHEDULER}.__init__", "after", start),
+    Hook("sglang.srt.model_loader.loader._initialize_model", "after", rewritten.watch),
     Hook(f"{_SCHEDULER}._record_scheduler_state_for_paused_engine", "after", breathe),
     Hook(f"{_SCHEDULER}.on_idle", "after", breathe),
 ]
