@@ -7,6 +7,7 @@ and pointers and digests are compared before and after.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,6 +61,18 @@ def observe(
         if spec.dtype not in ITEMSIZE:
             raise LayoutError("unknown dtype", tensor=spec.name, expected=", ".join(ITEMSIZE), found=spec.dtype)
     loads = load if isinstance(load, Sequence) else [load]
+    with _without_collection():
+        return _observe(rank, tensors, loads, modules, finish, retries)
+
+
+def _observe(
+    rank: str,
+    tensors: Sequence[TensorSpec],
+    loads: Sequence[Load],
+    modules: Sequence[tuple[str, torch.nn.Module]],
+    finish: Callable[[], object] | None,
+    retries: int,
+) -> Layout:
     with torch.inference_mode(False), torch.no_grad():
         snapshot = Snapshot(modules)
     # Weights that were made in inference mode can be written, also by a recorded write, in that mode only.
@@ -158,6 +171,19 @@ class _Feed:
             self.last = index
             yield self._tracker.specs[index].name, tensor
         self.done = True
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage collection. A replay keeps millions of objects, and every full collection would look at all of them
+    with the interpreter locked: seconds in which the engine's other threads stand still."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

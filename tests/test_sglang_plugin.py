@@ -193,10 +193,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launched(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     """Servers that several tests share, started at the same time."""
     folder = tmp_path_factory.mktemp("servers")
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Their loader computes the query norms: those go through it in every update.
+    env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "computed_models", "PYTHONPATH": path}
     with contextlib.ExitStack() as stack:
         started = {
-            "loaded": launch(checkpoint, folder, tp=2, token=TOKEN, flags=["--weightlink-max-message-bytes", "65536"]),
-            "dummy": launch(checkpoint, folder, tp=2, flags=["--load-format", "dummy"]),
+            "loaded": launch(
+                checkpoint, folder, tp=2, token=TOKEN, env=env, flags=["--weightlink-max-message-bytes", "65536"]
+            ),
+            "dummy": launch(checkpoint, folder, tp=2, env=env, flags=["--load-format", "dummy"]),
         }
         for server in started.values():
             stack.callback(server.stop)
@@ -433,7 +438,10 @@ def test_from_dummy_weights_to_served_versions(loaded: Server, dummy: Server, ch
     dummy.poison()
     assert status()["epoch"] == 1
     with connect(dummy, checkpoint) as link:
-        link.push(1)
+        norms = {f"model.layers.{n}.self_attn.q_norm.weight" for n in range(2)}
+        assert {name for name, _ in link.engines[0].opaque} == norms
+        report = link.push(1)
+        assert report.engines[0].staged == link.engines[0].staged == 2 * 48 * 2
         assert dummy.checksums() == native
         assert dummy.generate(PROMPT) == tokens
         assert dummy.http.get("/model_info").json()["weight_version"] == "1"
