@@ -229,7 +229,6 @@ def test_names_of_transformer_engine(folder):
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 NEXT_TOKEN = ("model.layers.2.*",)
-TRUSTED = {"server": {"trust_remote_code": True}}
 V3 = "deepseek_v3"
 SPREAD = [
     Cell(V3, 2, {"tp": 2}, {"tp": 2, "ep": 2}, dtype="bfloat16"),
@@ -237,10 +236,11 @@ SPREAD = [
     Cell("deepseek_v3_mtp", 2, {"tp": 2}, {"tp": 2}, draft=True),
 ]
 MORE = [
+    Cell("deepseek_v3_deep", 2, {"pp": 2, "vpp": 2}, {"tp": 2}, draft=True),
     Cell("deepseek_v3_mtp", 2, {"pp": 2}, {"tp": 2, "ep": 2}, dtype="bfloat16", draft=True),
     Cell("deepseek_v3_mtp", 2, {"tp": 2}, {"pp": 2}, ignore=NEXT_TOKEN),
     Cell("deepseek_v2", 2, {"pp": 2}, {"tp": 2}),
-    Cell("kimi_k2", 1, {}, {"tp": 2, "ep": 2, **TRUSTED}),
+    Cell("kimi_k2", 1, {}, {"tp": 2, "ep": 2}),
 ]
 PLAIN = [V3, "deepseek_v2", "deepseek_v2_lite"]
 FULL = [

@@ -73,6 +73,7 @@ CELLS = [
     ("qwen3_moe", {"tp": 2}),
     ("qwen3_moe", {"tp": 2, "ep": 2}),
     ("deepseek_v3", {"tp": 2}),
+    ("deepseek_v3_fused", {"tp": 2, "ep": 2}),
 ]
 
 
@@ -88,7 +89,7 @@ def test_layout_predicts_sglangs_own_load(family: str, sizes: dict[str, int], ch
         assert rank["params"] >= 9
     unused = set.intersection(*(set(rank["unused"]) for rank in ranks))
     assert unused == set()
-    if family in ("llama_tied", "qwen2_moe", "deepseek_v3"):
+    if family in ("llama_tied", "qwen2_moe", "deepseek_v3", "deepseek_v3_fused"):
         assert sum(rank["fills"] for rank in ranks) > 0
-    if family == "deepseek_v3":
+    if family.startswith("deepseek_v3"):
         assert all(len(rank["derived"]) == 4 for rank in ranks)

@@ -93,6 +93,7 @@ FAMILY = {
     "deepseek_v2_lite": "deepseek",
     "deepseek_v3": "deepseek",
     "deepseek_v3_mtp": "deepseek",
+    "deepseek_v3_deep": "deepseek",
     "kimi_k2": "deepseek",
     "llama_bias": "llama",
     "qwen3_5_moe": "qwen3_5",
@@ -116,12 +117,13 @@ def make(family: str, path: Path | str) -> Path:
     path = Path(path)
     if (path / "config.json").exists():
         return path
-    if family in toys_moe.WRITTEN:
-        toys_moe.WRITTEN[family](path)
-        return path
+    written = {**toys_moe.WRITTEN, **toys_deepseek.WRITTEN}
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
+        if family in written:
+            written[family](path)
+            return path
         model, extra = _FAMILIES[family]()
         with torch.no_grad():
             # Norms and biases start as constants, which would hide a swap.

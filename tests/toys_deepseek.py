@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 Toy = tuple[Any, dict[str, Any]]
 
@@ -84,12 +87,12 @@ def _v3(layers: int = 2, **changes: Any) -> Any:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**{**_COMMON, **options, **changes, "num_hidden_layers": layers}))
 
 
-def _v3_mtp() -> Toy:
+def _v3_mtp(layers: int = 2) -> Toy:
     """A next-token layer after the last one, with its copies of the embeddings and the output layer."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
-    model = _v3(layers=3)
-    layer, hidden = model.model.layers[2], _COMMON["hidden_size"]
+    model = _v3(layers=layers + 1)
+    layer, hidden = model.model.layers[layers], _COMMON["hidden_size"]
     layer.enorm, layer.hnorm = DeepseekV3RMSNorm(hidden), DeepseekV3RMSNorm(hidden)
     layer.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
     layer.embed_tokens = torch.nn.Embedding.from_pretrained(model.model.embed_tokens.weight.detach().clone())
@@ -98,7 +101,7 @@ def _v3_mtp() -> Toy:
     layer.shared_head.head = torch.nn.Linear(hidden, _COMMON["vocab_size"], bias=False)
     with torch.no_grad():
         layer.shared_head.head.weight.copy_(model.lm_head.weight)
-    return model, {**_V3, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    return model, {**_V3, "num_hidden_layers": layers, "num_nextn_predict_layers": 1}
 
 
 def _kimi_k2() -> Toy:
@@ -113,10 +116,28 @@ def _kimi_k2() -> Toy:
     }
 
 
+def _write_fused(path: Path) -> None:
+    """As transformers 5 has the weights in memory: the experts of a layer in two tensors."""
+    model = _v3()
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        noisy = tensor + 0.1 * torch.randn_like(tensor) if tensor.dim() == 1 else tensor
+        weights[name] = noisy.contiguous() if name.endswith("correction_bias") else noisy.bfloat16().contiguous()
+    path.mkdir(exist_ok=True)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    config = {**model.config.to_diff_dict(), **_V3, "num_nextn_predict_layers": 0}
+    config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}
+    (path / "config.json").write_text(json.dumps(config, indent=1, default=str))
+
+
+#: Written without ``save_pretrained``.
+WRITTEN = {"deepseek_v3_fused": _write_fused}
+
 TOYS: dict[str, Callable[[], Toy]] = {
     "deepseek_v3": lambda: (_v3(), {**_V3, "num_nextn_predict_layers": 0}),
     "deepseek_v2": _v2,
     "deepseek_v2_lite": _v2_lite,
     "deepseek_v3_mtp": _v3_mtp,
+    "deepseek_v3_deep": lambda: _v3_mtp(layers=4),
     "kimi_k2": _kimi_k2,
 }
