@@ -28,6 +28,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     def create(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # needs a driver
         return factory(*args, **kwargs)
 
     return create
