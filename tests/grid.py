@@ -116,10 +116,41 @@ def engine_cell(runner: Any, out: str, draft: bool) -> list[str]:
 
     layout = observe(rank=f"rank {rank}", tensors=manifest, load=load, modules=modules)
     values = live(modules, layout.params)
-    dump = {str(n): t.detach().clone() for n, (p, t) in enumerate(zip(layout.params, values, strict=True)) if p.loaded}
+    opaque = {entry.param for entry in layout.opaque}
+    dump = {
+        str(n): t.detach().clone()
+        for n, (p, t) in enumerate(zip(layout.params, values, strict=True))
+        if p.loaded and not p.staged and n not in opaque
+    }
     (Path(out) / f"engine{rank}.layout").write_bytes(layout.pack())
     save_file(dump, Path(out) / f"engine{rank}.safetensors")
     return [p.name for p in layout.params if p.loaded]
+
+
+def delivered_cell(runner: Any, out: str, draft: bool) -> list[str]:
+    """In an engine rank's process: what arrived goes into poisoned weights, and what was staged through SGLang's own
+    loader. Returns what then differs from SGLang's load, opaque destinations included."""
+    from oracle import live, poison
+
+    rank = world_rank()
+    layout = Layout.unpack((Path(out) / f"engine{rank}.layout").read_bytes())
+    arrived = load_file(Path(out) / f"engine{rank}.safetensors")
+    modules = [(prefix, one.model) for prefix, one in runners(runner, draft)]
+    opaque = {entry.param for entry in layout.opaque}
+    resident = [
+        (n, param.name, tensor)
+        for n, (param, tensor) in enumerate(zip(layout.params, live(modules, layout.params), strict=True))
+        if not param.staged and (param.loaded or n in opaque)
+    ]
+    wanted = [tensor.clone() for _, _, tensor in resident]
+    poison([tensor for _, _, tensor in resident])
+    for n, _, tensor in resident:
+        if n not in opaque:
+            tensor.copy_(arrived[str(n)])
+    staged = [(param.name, arrived[str(n)]) for n, param in enumerate(layout.params) if param.staged]
+    for _, model in modules:
+        model.load_weights(iter(staged))
+    return [name for (_, name, have), want in zip(resident, wanted, strict=True) if not torch.equal(have, want)]
 
 
 def runners(runner: Any, draft: bool) -> list[tuple[str, Any]]:
@@ -248,9 +279,29 @@ class Grid:
             for number, tensor in wanted.items():
                 have = targets[rank][number]
                 assert torch.equal(_bits(have), _bits(tensor)), f"{layout.params[number].name} on rank {rank}"
+        if any(param.staged for layout in layouts for param in layout.params):
+            self._deliver(cell, layouts, targets)
         stored = toys.names(self.checkpoint(cell.family, cell.dtype))
         assert {t.name for t in manifest} == stored
         return list(zip(layouts, targets, strict=True))
+
+    def _deliver(self, cell: Cell, layouts: Sequence[Layout], targets: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Fails unless the engine's own loader completes what arrived."""
+        out = Path(mkdtemp(prefix="delivery", dir=self._folder))
+        for rank, layout in enumerate(layouts):
+            (out / f"engine{rank}.layout").write_bytes(layout.pack())
+            held = {str(n): tensor.contiguous() for n, tensor in enumerate(targets[rank])}
+            save_file(held, out / f"engine{rank}.safetensors")
+        assert self._ranks(cell, "grid:delivered_cell", out) == [[]] * len(layouts)
+
+    def _ranks(self, cell: Cell, function: str, out: Path) -> list[Any]:
+        """What ``function`` returns on the engine's ranks."""
+        return shared().run(
+            function,
+            self.checkpoint(cell.family, cell.dtype),
+            arguments={"out": str(out), "draft": cell.draft},
+            **{**cell.engine, "server": {**toys.SERVER.get(cell.family, {}), **cell.engine.get("server", {})}},
+        )
 
     def _trainer(self, cell: Cell) -> Trained:
         key = f"{cell.family}-{cell.dtype}-{cell.world}-{json.dumps(dict(cell.trainer), sort_keys=True)}"
@@ -272,14 +323,7 @@ class Grid:
             out = Path(mkdtemp(prefix="engine", dir=self._folder))
             specs = [{"name": t.name, "shape": t.shape, "dtype": t.dtype} for t in manifest]
             (out / "manifest.json").write_text(json.dumps(specs))
-            ranks = len(
-                shared().run(
-                    "grid:engine_cell",
-                    self.checkpoint(cell.family, cell.dtype),
-                    arguments={"out": str(out), "draft": cell.draft},
-                    **{**cell.engine, "server": {**toys.SERVER.get(cell.family, {}), **cell.engine.get("server", {})}},
-                )
-            )
+            ranks = len(self._ranks(cell, "grid:engine_cell", out))
             layouts = [Layout.unpack((out / f"engine{rank}.layout").read_bytes()) for rank in range(ranks)]
             wanted = [
                 {int(n): t for n, t in load_file(out / f"engine{rank}.safetensors").items()} for rank in range(ranks)

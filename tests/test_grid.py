@@ -48,6 +48,9 @@ SPREAD = [
     Cell("gpt_oss", 2, {"ep": 2}, {"pp": 2}, dtype="bfloat16"),
     Cell("qwen3_vl", 2, {"tp": 2}, {"tp": 2}),
     Cell("qwen3_vl", 2, {"pp": 2}, {"pp": 2}, dtype="bfloat16"),
+    Cell("qwen3_vl_moe", 2, {"tp": 2}, {"tp": 2, "ep": 2}),
+    Cell("qwen3_next", 2, {"tp": 2, "etp": 1}, {"tp": 2}),
+    Cell("qwen3_5_moe", 2, {"ep": 2, "grouped": True}, {"pp": 2}, dtype="bfloat16"),
 ]
 
 DENSE = (
@@ -84,6 +87,11 @@ LAYOUTS = {
     "mistral": DENSE,
     "gpt_oss": (MOE[0], DENSE[1]),
     "qwen3_vl": DENSE,
+    "qwen3_vl_moe": MOE,
+    "qwen3_next": MOE,
+    "qwen3_5": DENSE,
+    "qwen3_5_moe": MOE,
+    "qwen3_5_text": DENSE,
 }
 FULL = [
     Cell(family, world, trainer, engine)

@@ -141,6 +141,8 @@ def make(family: str, path: Path | str) -> Path:
         model.save_pretrained(path)
     finally:
         torch.random.set_rng_state(state)
+    if "transposed" in extra:
+        transpose(path / "model.safetensors", extra.pop("transposed"))
     for file, text in extra.pop("files", {}).items():
         (path / file).write_text(text)
     config = json.loads((path / "config.json").read_text())
@@ -148,6 +150,15 @@ def make(family: str, path: Path | str) -> Path:
         config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
     (path / "config.json").write_text(json.dumps(config, indent=1))
     return path
+
+
+def transpose(file: Path, endings: tuple[str, ...]) -> None:
+    """Exchanges the last two dimensions of the tensors whose names end so."""
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(endings):
+            tensors[name] = tensor.transpose(-1, -2).contiguous()
+    save_file(tensors, file, {"format": "pt"})
 
 
 def coded(plain: Path, path: Path) -> Path:

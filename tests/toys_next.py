@@ -100,6 +100,13 @@ def _qwen3_5_moe() -> Toy:
     return Qwen3_5MoeForConditionalGeneration(config), _NESTED
 
 
+def _qwen3_5_text() -> Toy:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    rope = {**_SECTIONS, "partial_rotary_factor": 0.25}
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_DELTA_NET, **COMMON, rope_parameters=rope)), _INTERVAL
+
+
 def _qwen3_vl() -> Toy:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -116,7 +123,8 @@ def _qwen3_vl_moe() -> Toy:
     config = Qwen3VLMoeConfig(
         text_config=text, vision_config={**_vision(), "deepstack_visual_indexes": [1]}, **_tokens()
     )
-    return Qwen3VLMoeForConditionalGeneration(config), {}
+    # Published checkpoints hold the experts as [expert, in, out]; transformers writes its own order.
+    return Qwen3VLMoeForConditionalGeneration(config), {"transposed": (".gate_up_proj", ".experts.down_proj")}
 
 
 def _vision() -> dict[str, Any]:
@@ -144,6 +152,7 @@ TOYS: dict[str, Callable[[], Toy]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
+    "qwen3_5_text": _qwen3_5_text,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
 }
@@ -151,5 +160,5 @@ TOYS: dict[str, Callable[[], Toy]] = {
 #: gpt-oss names the attention backends that it accepts; the others keep states that only some platforms can snapshot.
 SERVER: dict[str, dict[str, Any]] = {
     "gpt_oss": {"attention_backend": "triton"},
-    **{toy: {"disable_radix_cache": True} for toy in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
+    **{toy: {"disable_radix_cache": True} for toy in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text")},
 }

@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 START_SECONDS = 240.0
 MODELS = [
     *("qwen3", "llama", "qwen2_moe", "qwen3_moe", "deepseek_v2", "mixtral", "glm4", "glm4_moe", "bailing_moe"),
-    *("gpt_oss", "qwen3_next", "qwen3_vl", "qwen3_5"),
+    *("gpt_oss", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_text", "mistral"),
 ]
 """SGLang's model files that the parent imports once for all ranks."""
 

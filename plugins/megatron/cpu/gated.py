@@ -18,10 +18,7 @@ def gated_options(hf: dict[str, Any]) -> dict[str, Any]:
     """Megatron's options for models with gated delta nets; empty for others."""
     if "linear_num_value_heads" not in hf:
         return {}
-    # Qwen3.5's configuration does not say that its routers normalise what they chose.
-    router = {} if "norm_topk_prob" in hf else {"moe_router_pre_softmax": False}
     return {
-        **router,
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(kind == LINEAR) for kind in hf["layer_types"]],
         "linear_conv_kernel_dim": hf["linear_conv_kernel_dim"],
@@ -49,13 +46,13 @@ class ZeroCentredNorm(torch.nn.Module):  # type: ignore[misc]
         return (wide * (1.0 + self.weight.float())).type_as(x)
 
 
-def adapt_specs(config: Any, block: Any) -> Any:
+def adapt_specs(config: Any, block: Any, vp_stage: int | None) -> Any:
     """Puts delta nets and zero-centred norms, where ``config`` asks for them, into a block spec of the local kind."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     if config.experimental_attention_variant == "gated_delta_net":
-        offset = get_transformer_layer_offset(config)
+        offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
         # Equal layers share one spec.
         block.layer_specs = [deepcopy(layer) for layer in block.layer_specs]
         for number, layer in enumerate(block.layer_specs):

@@ -74,7 +74,7 @@ def build_model(
             spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
             if hf["architectures"][0] == "Glm4ForCausalLM":
                 add_output_norms(spec)
-        spec = adapt_specs(config, spec)
+        spec = adapt_specs(config, spec, vp_stage)
         last = stage == pp - 1 and chunk == (vpp or 1) - 1
         mtp = get_gpt_mtp_block_spec(config, spec, False, vp_stage=vp_stage) if config.mtp_num_layers else None
         model = GPTModel(

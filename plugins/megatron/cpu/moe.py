@@ -45,9 +45,10 @@ def _router_options(hf: dict[str, Any]) -> dict[str, Any]:
             "moe_router_dtype": "fp32",
         }
     else:
-        # Softmax over all experts and then the largest, unless the chosen ones are normalised again, as Mixtral does.
-        mixtral = hf["architectures"][0] == "MixtralForCausalLM"
-        options = {"moe_router_pre_softmax": not (mixtral or hf.get("norm_topk_prob", False))}
+        # Softmax over all experts and then the largest, unless the chosen ones are normalised again. Some always are,
+        # and their configurations do not say so.
+        always = hf["architectures"][0].startswith(("Mixtral", "Qwen3_5", "Qwen3VL"))
+        options = {"moe_router_pre_softmax": not (always or hf.get("norm_topk_prob", False))}
     groups = hf.get("n_group") or 1
     if groups > 1:
         options |= {"moe_router_num_groups": groups, "moe_router_group_topk": hf["topk_group"]}
