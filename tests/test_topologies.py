@@ -1,13 +1,16 @@
-"""Engine topologies on real servers: replicas of the model behind one front, and attention data parallelism."""
+"""Engine topologies on real servers: replicas of the model behind one front, attention data parallelism, and draft
+models."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toys
 from plain import connect
 from servers import Server, serve
+from test_drafts import with_draft
 
 SECONDS = 600
 
@@ -57,3 +60,41 @@ def test_every_attention_group_gets_exactly_the_checkpoint(tmp_path: Path) -> No
             assert all(a[name] != value for a, b in zip(poisoned, native, strict=True) for name, value in b.items())
             link.push(version)
             assert server.checksums() == native
+
+
+def test_the_models_of_a_server_with_drafts_are_updated_as_selected(tmp_path: Path) -> None:
+    """SGLang's real draft worker, which shares the target's embedding and head. Drafting itself needs a GPU."""
+    path = with_draft("qwen2", tmp_path)
+    flags = [
+        *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1", "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", "2", "--skip-server-warmup"),
+    ]
+    env = {"WEIGHTLINK_TEST_DRAFTS": "1"}
+    with serve(path, tmp_path / "server", seconds=SECONDS, flags=flags, env=env) as server:
+
+        def checksums() -> dict[str, str]:
+            """SGLang's own, over all models."""
+            (rank,) = server.post("/weights_checker", {"action": "checksum"})["ranks"]
+            return dict(rank["checksums"])
+
+        native = checksums()
+        own = {name for name in native if name.startswith("draft.model.") and "embed_tokens" not in name}
+        assert len(own) >= 10
+        version = 0
+
+        def push(**settings: Any) -> set[str]:
+            """The names that differ from SGLang's own load after a push."""
+            nonlocal version
+            version += 1
+            with connect(server, path, timeout=300, **settings) as link:
+                assert link.push(version).engines[0].committed
+            now = checksums()
+            return {name for name in native if now[name] != native[name]}
+
+        server.poison()
+        poisoned = checksums()
+        assert all(poisoned[name] != value for name, value in native.items())
+        assert push() == set()
+        server.poison()
+        assert push(selector="target", ignore=("model.mtp_layers.*",)) == own
+        assert push(selector="draft", ignore=("model.layers.*", "model.norm.weight")) == set()

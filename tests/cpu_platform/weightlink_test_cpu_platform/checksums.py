@@ -8,11 +8,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+from weightlink_test_cpu_platform import drafts
+
 FOLDER = "WEIGHTLINK_TEST_CHECKSUMS"
+DRAFTS = "WEIGHTLINK_TEST_DRAFTS"
 
 
 def register() -> None:
     """Entry point of the group ``sglang.srt.plugins``; does nothing unless the folder is given."""
+    if os.environ.get(DRAFTS):
+        drafts.register()
     if os.environ.get(FOLDER):
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -22,7 +27,7 @@ def register() -> None:
 
 def write(payload: dict[str, Any] | None, runner: Any, *_args: object, **_kwargs: object) -> None:
     """After ``ModelRunner.check_weights``: the file appears whole or not at all."""
-    if payload is None:
+    if payload is None or runner.is_draft_worker:  # the route itself answers for drafts
         return
     from sglang.srt.runtime_context import get_parallel
 

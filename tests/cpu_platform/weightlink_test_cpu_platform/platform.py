@@ -19,6 +19,14 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Attention through torch's own operators."""
         return "torch_native"
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Draft models are built and loaded; drafts.py leaves out what runs them."""
+        return True
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        """None of them runs."""
+        return True
+
     def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
         """A CPU has nothing to copy to asynchronously."""
         return False
