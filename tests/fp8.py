@@ -51,7 +51,7 @@ def checkpoint(plain: Path, path: Path, block: Sequence[int], skipped: Sequence[
     (path / "config.json").write_text(json.dumps(settings))
     stored = {}
     for name, tensor in load_file(path / "model.safetensors").items():
-        if name.endswith("_proj.weight") and not any(module in name for module in skipped):
+        if "_proj" in name and name.endswith(".weight") and not any(module in name for module in skipped):
             powers = config.get("scale_fmt") == "ue8m0"
             stored[name], stored[f"{name}_scale_inv"] = quantise(tensor, block, powers_of_two=powers)
         else:

@@ -98,7 +98,7 @@ def cases(cells: Iterable[Cell], *, full: bool = False) -> list[Any]:
     return [pytest.param(cell, id=cell.id, marks=[*marks(cell), *more]) for cell in cells]
 
 
-def engine_cell(runner: Any, out: str, draft: bool) -> list[str]:
+def engine_cell(runner: Any, out: str, draft: bool = False) -> list[str]:
     """In an engine rank's process: its layout over the trainer's manifest, and its parameters as SGLang loaded them."""
     import msgspec
     from oracle import live

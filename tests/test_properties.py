@@ -67,7 +67,14 @@ class Post:
             tensor.copy_(arrived)
 
 
-def carry(plan: Plan, trainers: Sequence[Layout], engines: Sequence[Layout], sources: Sequence, targets: Sequence):
+def carry(
+    plan: Plan,
+    trainers: Sequence[Layout],
+    engines: Sequence[Layout],
+    sources: Sequence,
+    targets: Sequence,
+    declared: Sequence[str] = (),
+):
     """Every rank does what its packed program says, after both sides have proven theirs."""
     boxes: dict[tuple[int, int], deque[torch.Tensor]] = {}
     deadline = Deadline.after(60)
@@ -77,7 +84,7 @@ def carry(plan: Plan, trainers: Sequence[Layout], engines: Sequence[Layout], sou
         Sender(program, plan.wire, CPU).run(sources[rank], Post(rank, boxes), "update", deadline)
     for rank, layout in enumerate(engines):
         program = Program.unpack(plan.receive_program(0, rank).pack())
-        verify_receive(program, layout, plan_digest=plan.digest, rank=layout.rank)
+        verify_receive(program, layout, plan_digest=plan.digest, rank=layout.rank, declared=declared)
         receiver = Receiver(program, layout.fills, plan.wire, CPU)
         receiver.run(targets[rank], Post(len(trainers) + rank, boxes), "update", deadline)
         receiver.check()
