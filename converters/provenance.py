@@ -248,7 +248,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             moved = self._cast(piece, source.dtype, dtype)
             for part in affine.compose(view, piece.map):
                 if isinstance(moved, Lost):
-                    return moved
+                    return Lost(moved.reason, cell.sources)  # whatever else is copied with it
                 covered += part.numel
                 found.append(moved._replace(map=part))
         if covered != view.numel:

@@ -394,8 +394,9 @@ def judge(
 def engine_cell(runner: Any, out: str) -> list[Any]:
     """Like the grid's, and what the engine says of its quantisation."""
     import grid
-    from weightlink.plugins.sglang.adapter import _plain
+    from weightlink.plugins.sglang.adapter import _plain, casts_shown
 
-    grid.engine_cell(runner, out)
+    with casts_shown():
+        grid.engine_cell(runner, out)
     config = runner.model_config
     return [_plain(config.hf_config.to_dict()).get("quantization_config"), config.quantization or ""]

@@ -78,9 +78,11 @@ def carry(
     """Every rank does what its packed program says, after both sides have proven theirs."""
     boxes: dict[tuple[int, int], deque[torch.Tensor]] = {}
     deadline = Deadline.after(60)
+    numbers = {spec.name: n for n, spec in enumerate(plan.manifest)}
     for rank, layout in enumerate(trainers):
         program = Program.unpack(plan.send_program(0, rank).pack())
-        verify_local(program, layout, np.arange(len(plan.manifest)), rank=layout.rank)
+        places = np.array([numbers[spec.name] for spec in layout.tensors], np.int64)
+        verify_local(program, layout, places, rank=layout.rank)
         Sender(program, plan.wire, CPU).run(sources[rank], Post(rank, boxes), "update", deadline)
     for rank, layout in enumerate(engines):
         program = Program.unpack(plan.receive_program(0, rank).pack())

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
 from sglang.srt.model_loader.loader import post_load_weights
@@ -25,6 +26,19 @@ from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
 from weightlink.hooks.messages import PROTOCOL, EngineContext, LayoutKind, RankPlace
 from weightlink.hooks.settings import PauseMode, Selector
 from weightlink.plugins.sglang import rewritten
+
+
+@contextlib.contextmanager
+def casts_shown() -> Iterator[None]:
+    """Lets SGLang's loaders go through with copies that lose precision. A replay carries none of them out, and has to
+    see which parameters are quantised. Some loaders would raise instead of copying."""
+    switch = envs.SGLANG_QUANT_ALLOW_DOWNCASTING
+    before = switch.get()
+    switch.set(True)
+    try:
+        yield
+    finally:
+        switch.set(before)
 
 
 class SGLangAdapter:
@@ -159,13 +173,14 @@ class SGLangAdapter:
         for runner in opened:
             runner.weight_updater.begin_weight_update()
         try:
-            layout = replay.observe(
-                rank=str(self._place),
-                tensors=tensors,
-                load=[runner.model.load_weights for runner in runners.values()],
-                modules=[(prefix, runner.model) for prefix, runner in runners.items()],
-                finish=lambda: [post_load_weights(runner.model) for runner in runners.values()],
-            )
+            with casts_shown():
+                layout = replay.observe(
+                    rank=str(self._place),
+                    tensors=tensors,
+                    load=[runner.model.load_weights for runner in runners.values()],
+                    modules=[(prefix, runner.model) for prefix, runner in runners.items()],
+                    finish=lambda: [post_load_weights(runner.model) for runner in runners.values()],
+                )
             return self._without_borrowed(layout, selector)
         finally:
             for runner in opened:
