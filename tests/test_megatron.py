@@ -195,6 +195,17 @@ def test_expert_regions(megatron, checkpoints, tmp_path):
         assert copies["model.layers.1.mlp.experts.3.down_proj.weight"] == 1
 
 
+def test_grouped_experts_of_transformer_engine_have_the_keys_that_rules_know(megatron):
+    from weightlink.converters.families import BUILTIN
+
+    (keys,) = megatron.run("test_megatron_entries:te_grouped", 1)
+    base = "decoder.layers.3.mlp.experts.experts"
+    assert {f"{base}.{e}.linear_fc1.weight_{half}" for e in (2, 3) for half in "wv"} < set(keys)
+    assert len(keys) == 12
+    gpt_oss = next(family for family in BUILTIN if family.name == "gpt_oss")
+    assert all(gpt_oss.match(key) for key in keys)
+
+
 def test_bfloat16_and_vocabulary_padding(megatron, checkpoints, tmp_path):
     path = checkpoints("llama_tied")
     vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]

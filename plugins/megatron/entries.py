@@ -43,7 +43,9 @@ def _built(item: Any) -> Iterator[Shard]:
     for shard, probe in zip(made, probes, strict=True):
         if not _same_memory(shard.data, live) and probe.data is not None and live.is_contiguous():
             view = _view(live.detach(), probe.data)
-            shard.data = shard.data if view is None else view
+            # A split that also computes would give other values.
+            if view is not None and shard.data is not None and torch.equal(view, shard.data):
+                shard.data = view
         yield shard
 
 
@@ -53,7 +55,7 @@ def _same_memory(data: torch.Tensor | None, live: torch.Tensor) -> bool:
 
 def _view(live: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor | None:
     """The view of a contiguous tensor that picks its elements ``numbers``; None if no strides do."""
-    if not numbers.numel():
+    if not numbers.numel() or int(numbers.min()) < 0 or int(numbers.max()) >= live.numel():
         return None
     first = int(numbers[(0,) * numbers.dim()])
     stride = []
