@@ -172,7 +172,9 @@ def runners(runner: Any, draft: bool) -> list[tuple[str, Any]]:
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
         )
-    second.model.model.embed_tokens.weight, second.model.lm_head.weight = runner.model.get_embed_and_head()
+    inner = second.model.model
+    embeddings = inner.embed_tokens if hasattr(inner, "embed_tokens") else inner.word_embeddings
+    embeddings.weight, second.model.lm_head.weight = runner.model.get_embed_and_head()
     return [("", runner), ("draft", second)]
 
 

@@ -88,7 +88,10 @@ FAMILY = {
     "qwen3_moe_uneven": "qwen3_moe",
     "glm": "glm4",
     "glm4_moe_air": "glm4_moe",
+    "glm4_moe_mtp": "glm4_moe",
     "bailing_moe_v2": "bailing_moe",
+    "bailing_moe_mtp": "bailing_moe",
+    "bailing_moe_latent": "bailing_moe_linear",
     "deepseek_v2": "deepseek",
     "deepseek_v2_lite": "deepseek",
     "deepseek_v3": "deepseek",
@@ -101,7 +104,7 @@ FAMILY = {
 }
 
 #: ``ServerArgs`` without which SGLang does not build a toy here.
-SERVER = toys_next.SERVER
+SERVER = {**toys_next.SERVER, **toys_moe.SERVER}
 
 
 def family_of(toy: str) -> str:

@@ -71,6 +71,19 @@ def _glm4_moe(**changes: Any) -> tuple[Any, dict[str, Any]]:
     return Glm4MoeForCausalLM(Glm4MoeConfig(**options)), {}
 
 
+def _glm4_moe_mtp() -> tuple[Any, dict[str, Any]]:
+    """A next-token layer after the last one, with experts of its own and without copies of embeddings and head."""
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
+
+    model, _ = _glm4_moe(num_hidden_layers=3)
+    layer, hidden = model.model.layers[2], _COMMON["hidden_size"]
+    layer.enorm, layer.hnorm = Glm4MoeRMSNorm(hidden), Glm4MoeRMSNorm(hidden)
+    layer.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
+    layer.shared_head = torch.nn.Module()
+    layer.shared_head.norm = Glm4MoeRMSNorm(hidden)
+    return model, {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+
+
 def _glm4() -> tuple[Any, dict[str, Any]]:
     """Gate and up projection in one matrix; norms after attention and MLP.
 
@@ -94,6 +107,7 @@ TOYS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "mixtral": _mixtral,
     "glm4_moe": _glm4_moe,
     "glm4_moe_air": lambda: _glm4_moe(use_qk_norm=False, attention_bias=False, moe_intermediate_size=72),
+    "glm4_moe_mtp": _glm4_moe_mtp,
     "glm4": _glm4,
     "glm": _glm,
 }
@@ -163,7 +177,7 @@ def _bailing_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
     def attention(base: str, layer: int) -> dict[str, tuple[int, ...]]:
         period = config.get("layer_group_size", 1)
-        if period > 1 and (layer + 1) % period == 0:
+        if "kv_lora_rank" in config and (layer + 1) % period == 0:
             return _latent_attention(base, config)
         keys = heads if period > 1 else groups
         found: dict[str, tuple[int, ...]] = {
@@ -178,8 +192,11 @@ def _bailing_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             found |= {f"{base}{name}_layernorm.weight": (head,) for name in ("query", "key")}
         return found
 
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)):
         base = f"model.layers.{layer}."
+        if layer >= config["num_hidden_layers"]:
+            shapes[f"{base}eh_proj.weight"] = (hidden, 2 * hidden)
+            shapes |= {f"{base}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "final_layernorm")}
         shapes |= {f"{base}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
         shapes |= attention(f"{base}attention.", layer)
         if layer < config["first_k_dense_replace"]:
@@ -209,13 +226,13 @@ def _latent_attention(base: str, config: dict[str, Any]) -> dict[str, tuple[int,
     }
 
 
-def _linear_config() -> dict[str, Any]:
-    """Version 2.5: linear attention, and latent attention in every second layer."""
+def _linear_config(period: int) -> dict[str, Any]:
+    """Version 2.5: linear attention, and latent attention in every ``period``-th layer."""
     return {
         **_bailing_config("BailingMoeV2ForCausalLM"),
         "architectures": ["BailingMoeV2_5ForCausalLM"],
         "model_type": "bailing_hybrid",
-        "layer_group_size": 2,
+        "layer_group_size": period,
         "group_norm_size": 2,
         "q_lora_rank": 96,
         "kv_lora_rank": 64,
@@ -252,5 +269,14 @@ WRITTEN: dict[str, Callable[[Path], None]] = {
         {**_bailing_config("BailingMoeForCausalLM"), "norm_head": True}, path
     ),
     "bailing_moe_v2": lambda path: _write_bailing(_bailing_config("BailingMoeV2ForCausalLM"), path),
-    "bailing_moe_linear": lambda path: _write_bailing(_linear_config(), path),
+    "bailing_moe_mtp": lambda path: _write_bailing(
+        {**_bailing_config("BailingMoeV2ForCausalLM"), "num_nextn_predict_layers": 1}, path
+    ),
+    "bailing_moe_linear": lambda path: _write_bailing(_linear_config(2), path),
+    "bailing_moe_latent": lambda path: _write_bailing(_linear_config(1), path),
+}
+
+#: Linear attention keeps states that only some platforms can snapshot.
+SERVER: dict[str, dict[str, Any]] = {
+    toy: {"disable_radix_cache": True} for toy in ("bailing_moe_linear", "bailing_moe_latent")
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from weightlink.converters.families import (
     bailing_moe,
+    bailing_moe_linear,
     deepseek,
     glm4,
     glm4_moe,
@@ -26,6 +27,7 @@ from weightlink.hooks import hookimpl
 
 BUILTIN = (
     bailing_moe.FAMILY,
+    bailing_moe_linear.FAMILY,
     deepseek.FAMILY,
     glm4.FAMILY,
     glm4_moe.FAMILY,

@@ -2,6 +2,7 @@
 
 from weightlink.converters.families.base import Family, Part, Rule
 from weightlink.converters.families.common import EXPERTS, MLP, NORMS, in_layer, shared_experts
+from weightlink.converters.families.mtp import next_token
 
 EMBEDDINGS = (
     Rule("embedding.word_embeddings.weight", (("model.word_embeddings.weight", "vocab"),)),
@@ -31,8 +32,10 @@ ATTENTION = in_layer(
 
 ROUTER_BIAS = in_layer(Rule("mlp.router.expert_bias", "mlp.gate.expert_bias"))
 
+REST = NORMS + MLP + EXPERTS + ROUTER_BIAS + shared_experts("shared_experts")
+
 FAMILY = Family(
     "bailing_moe",
     ("BailingMoeForCausalLM", "BailingMoEForCausalLM", "BailingMoeV2ForCausalLM"),
-    EMBEDDINGS + NORMS + ATTENTION + MLP + EXPERTS + ROUTER_BIAS + shared_experts("shared_experts"),
+    EMBEDDINGS + ATTENTION + REST + next_token(ATTENTION + REST, norm="final_layernorm"),
 )

@@ -13,17 +13,8 @@ from weightlink.converters.families.common import (
     ROUTER_BIAS,
     shared_experts,
 )
+from weightlink.converters.families.mtp import next_token
 
-FAMILY = Family(
-    "glm4_moe",
-    ("Glm4MoeForCausalLM",),
-    EMBEDDINGS
-    + NORMS
-    + ATTENTION
-    + QKV_BIAS
-    + QK_NORM
-    + MLP
-    + EXPERTS
-    + ROUTER_BIAS
-    + shared_experts("shared_experts"),
-)
+LAYER = NORMS + ATTENTION + QKV_BIAS + QK_NORM + MLP + EXPERTS + ROUTER_BIAS + shared_experts("shared_experts")
+
+FAMILY = Family("glm4_moe", ("Glm4MoeForCausalLM",), EMBEDDINGS + LAYER + next_token(LAYER))

@@ -15,19 +15,21 @@ from weightlink.converters.families.rules import Rule
 #: Numbered from 0 in Megatron, and on from the last decoder layer in Hugging Face.
 _SOURCE, _TARGET = "mtp.layers.{L}.", "model.layers.{L+layers}."
 
-JOINTS = in_layer(
-    Rule("enorm.weight", "enorm.weight", norm=True),
-    Rule("hnorm.weight", "hnorm.weight", norm=True),
-    Rule("eh_proj.weight", "eh_proj.weight"),
-    Rule("final_layernorm.weight", "shared_head.norm.weight", norm=True),
-    source=_SOURCE,
-    target=_TARGET,
-)
 
+def next_token(layer: Iterable[Rule], norm: str = "shared_head.norm") -> tuple[Rule, ...]:
+    """The rules of next-token layers whose transformer layer has the rules ``layer`` of a decoder layer.
 
-def next_token(layer: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The rules of next-token layers whose transformer layer has the rules ``layer`` of a decoder layer."""
-    return JOINTS + tuple(_moved(rule) for rule in layer)
+    :param norm: what Hugging Face calls the last norm
+    """
+    joints = in_layer(
+        Rule("enorm.weight", "enorm.weight", norm=True),
+        Rule("hnorm.weight", "hnorm.weight", norm=True),
+        Rule("eh_proj.weight", "eh_proj.weight"),
+        Rule("final_layernorm.weight", f"{norm}.weight", norm=True),
+        source=_SOURCE,
+        target=_TARGET,
+    )
+    return joints + tuple(_moved(rule) for rule in layer)
 
 
 def _moved(rule: Rule) -> Rule:

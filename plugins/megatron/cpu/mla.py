@@ -16,7 +16,7 @@ def has_mla(hf: dict[str, Any]) -> bool:
 def mla_options(hf: dict[str, Any]) -> dict[str, Any]:
     """Options of an ``MLATransformerConfig``."""
     rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    scaled = rope.get("rope_type") == "yarn"
+    scaled = rope.get("rope_type") in ("yarn", "deepseek_yarn")
     options: dict[str, Any] = {
         "multi_latent_attention": True,
         "q_lora_rank": hf["q_lora_rank"],
