@@ -39,6 +39,9 @@ SPREAD = [
     Cell("glm4_moe", 4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, {"tp": 2}, dtype="bfloat16"),
     Cell("bailing_moe_v2", 2, {"tp": 2}, {"tp": 2}, dtype="bfloat16"),
     Cell("bailing_moe", 1, {}, {"tp": 2}),
+    Cell("bailing_moe_latent", 2, {"tp": 2}, {"tp": 2}),
+    Cell("glm4_moe_mtp", 2, {"ep": 2}, {"tp": 2}, draft=True),
+    Cell("glm4", 2, {"tp": 2}, {"tp": 2}),
     Cell("qwen3", 2, {"tp": 2}, {"tp": 4, "rounded": False}),  # more ranks than key-value heads
     Cell("qwen3_moe", 2, {"ep": 2}, {"tp": 4, "rounded": False, "ep": 2}),  # experts cut in two ways
     Cell("qwen3_moe", 2, {"tp": 2}, {"tp": 4, "rounded": False, "server": {"attn_dp_size": 2}}),
@@ -84,6 +87,7 @@ LAYOUTS = {
     "glm4_moe_air": MOE,
     "bailing_moe": MOE,
     "bailing_moe_v2": MOE,
+    "bailing_moe_latent": MOE,
     "mistral": DENSE,
     "gpt_oss": (MOE[0], DENSE[1]),
     "qwen3_vl": DENSE,
@@ -127,6 +131,14 @@ FULL += [
     )
     for world, trainer in ((1, {}), (2, {"tp": 2}))
     for engine in engines
+]
+
+
+FULL += [
+    Cell(family, world, trainer, engine, draft=True)
+    for family in ("glm4_moe_mtp", "bailing_moe_mtp")
+    for world, trainer in ((1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"ep": 2}))
+    for engine in ({}, {"tp": 2}, {"tp": 2, "ep": 2})
 ]
 
 
