@@ -11,5 +11,6 @@ LIMITS: dict[str, dict[str, str]] = {
     "bailing_moe_linear": {
         "logits": "Megatron-Core has no linear attention of this kind: the grid's toy has latent attention only"
     },
+    "deepseek": {"engine KV copies": "latent attention has no key-value heads to copy"},
     "gpt_oss": dict.fromkeys(("engine EP", "engine EPxTP"), _OSS_EXPERTS),
 }

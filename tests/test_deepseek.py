@@ -236,6 +236,8 @@ SPREAD = [
     Cell("deepseek_v3_mtp", 2, {"tp": 2}, {"tp": 2}, draft=True),
 ]
 MORE = [
+    Cell(V3, 2, {"ep": 2}, {"tp": 4, "rounded": False, "ep": 2}),
+    Cell(V3, 2, {"pp": 2}, {"tp": 2, "server": {"attn_dp_size": 2}}),
     Cell("deepseek_v3_deep", 2, {"pp": 2, "vpp": 2}, {"tp": 2}, draft=True),
     Cell("deepseek_v3_mtp", 2, {"pp": 2}, {"tp": 2, "ep": 2}, dtype="bfloat16", draft=True),
     Cell("deepseek_v3_mtp", 2, {"tp": 2}, {"pp": 2}, ignore=NEXT_TOKEN),

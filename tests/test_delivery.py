@@ -35,6 +35,37 @@ def mamba2() -> tuple[Any, dict[str, torch.Tensor]]:
     return model, {name: torch.randn_like(t).to(torch.bfloat16) for name, t in state.items()}
 
 
+def qwen3_next() -> tuple[Any, dict[str, torch.Tensor]]:
+    """SGLang's Qwen3-Next: the loader of a zero-centred norm also keeps ``weight + 1``, which nothing else renews."""
+    import transformers
+    from sglang.srt.configs import Qwen3NextConfig
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM
+
+    config = transformers.Qwen3NextConfig(
+        vocab_size=250, hidden_size=128, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, head_dim=48, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=24, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=96,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tensors = {}
+    for name, t in transformers.Qwen3NextForCausalLM(config).state_dict().items():
+        value = torch.randn_like(t).to(torch.bfloat16)
+        path, _, last = name.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj"):
+            tensors[name] = value
+            continue
+        for n, expert in enumerate(value):  # checkpoints have experts apart
+            parts = {"gate_proj": expert[:64], "up_proj": expert[64:]} if last == "gate_up_proj" else {last: expert}
+            tensors.update({f"{path}.{n}.{part}.weight": w.contiguous() for part, w in parts.items()})
+    plain = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    own = Qwen3NextConfig(**plain, full_attention_interval=2)
+    with set_default_torch_dtype(torch.bfloat16):
+        return Qwen3NextForCausalLM(own), tensors
+
+
 def coupled(runner: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """DeepSeek-V3 whose fused ``q_a_proj`` and ``kv_a_proj_with_mqa`` are computed with, in layer 1 only."""
     from safetensors.torch import load_file
@@ -72,7 +103,13 @@ def plain(runner: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return runner.model, load_file(Path(runner.server_args.model_path) / "model.safetensors")
 
 
-KINDS = {"mamba2": lambda runner: mamba2(), "coupled": coupled, "wrapped": wrapped, "plain": plain}
+KINDS = {
+    "mamba2": lambda _: mamba2(),
+    "qwen3_next": lambda _: qwen3_next(),
+    "coupled": coupled,
+    "wrapped": wrapped,
+    "plain": plain,
+}
 
 
 def cell(runner: Any, kind: str) -> dict[str, Any]:
@@ -94,8 +131,9 @@ def cell(runner: Any, kind: str) -> dict[str, Any]:
     runner.weight_updater.end_weight_update(run_post_load=True)
     layout = adapter.observe(specs, "hf", "all")
     params = live([("", model)], layout.params)
-    own = [p for spec, p in zip(layout.params, params, strict=True) if spec.loaded and not spec.staged]
-    names = [spec.name for spec in layout.params if spec.loaded and not spec.staged]
+    computed = {entry.param for entry in layout.opaque}
+    mine = [n for n, p in enumerate(layout.params) if (p.loaded or n in computed) and not p.staged]
+    own, names = [params[n] for n in mine], [layout.params[n].name for n in mine]
     derived = {
         f"{path}.{name}": value
         for path, module in model.named_modules()
@@ -173,3 +211,17 @@ def test_derived_weights_that_sglang_does_not_renew(folder: Path) -> None:
         assert rank["staged"] == [f"model.layers.{n}.self_attn.kv_b_proj.weight" for n in range(2)]
         assert all(delivered for _, delivered in rank["opaque"])
         assert rank["calls"] == {"load": 1, "post": 0}
+
+
+def test_zero_centred_norms_of_qwen3_next(folder: Path) -> None:
+    ranks = shared().run(
+        "test_delivery:cell", toys.make("qwen3", folder / "qwen3"), tp=2, arguments={"kind": "qwen3_next"}
+    )
+    print(ranks)
+    for rank in ranks:
+        assert rank["different"] == []
+        assert all(delivered for _, delivered in rank["opaque"])
+        assert len(rank["staged"]) == 7
+        assert all(name.endswith("norm.weight") for name in rank["staged"])
+        assert {name.rpartition(".")[2] for name, _ in rank["opaque"]} == {"gemma_weight", "weight"}
+        assert rank["bytes"] == 2 * (5 * 128 + 2 * 48)
