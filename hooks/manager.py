@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BUILTINS = (
     "weightlink.converters.encoders_fp8",
     "weightlink.converters.families",
+    "weightlink.plugins.bench",
     "weightlink.plugins.demo",
     "weightlink.plugins.megatron",
     "weightlink.plugins.sglang",

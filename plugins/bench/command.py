@@ -1,0 +1,68 @@
+"""``weightlink bench``: measures weightlink beside a reference, in one run on this machine."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Annotated, Protocol, cast
+
+import typer
+from rich.console import Console
+from weightlink.cli import JsonOption, write_json
+from weightlink.hooks.errors import ConfigError
+from weightlink.plugins.bench.results import Case, Options, Report, details, machine, table
+from weightlink.plugins.demo.processes import interruptible
+
+#: Benchmarks by name; the modules are imported when they are asked for.
+BENCHES = {
+    "wire": "weightlink.plugins.bench.wire",
+}
+
+
+def bench(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help=f"Any of: {', '.join(BENCHES)}.")],
+    json: JsonOption = None,
+    size: Annotated[float, typer.Option(help="Scale of the problem; 1.0 is what the docs show.", min=1e-4)] = 1.0,
+    runs: Annotated[int | None, typer.Option(help="Measured runs per case.", min=1)] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only this case; may be repeated.")] = None,
+    max_peers: Annotated[
+        int | None, typer.Option(help="Buckets that a rank sends, or receives, per round; 0 is no bound.", min=0)
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each benchmark.")] = 1800.0,
+) -> None:
+    """Measure weightlink beside a reference, in turns, in one run on this machine.
+
+    A ratio above 1 means better than the reference. The JSON is an object for one NAME, a list of such for several.
+    """
+    console = Console(stderr=json == "-")
+    options = Options(size=size, runs=runs, cases=tuple(case or ()), max_peers=max_peers, timeout=timeout)
+    modules = {name: _find(name) for name in dict.fromkeys(names)}
+    known = [name for module in modules.values() for name in module.CASES]
+    for asked in options.cases:
+        if asked not in known:
+            raise ConfigError("no such case", expected=", ".join(known), found=asked)
+    reports = []
+    with interruptible():
+        for name, module in modules.items():
+            about = machine()  # before the benchmark is a load of its own
+            reports.append(Report(name, about, module.measure(options, console)))
+            console.print(table(reports[-1]), highlight=False)
+            for line in details(reports[-1]):
+                console.print(line, style="dim", highlight=False, soft_wrap=True)
+    if json is not None:
+        write_json(json, reports[0] if len(reports) == 1 else reports)
+
+
+class Bench(Protocol):
+    """A benchmark's module. ``CASES`` is a table of its cases with a line of help each."""
+
+    CASES: Mapping[str, str]
+
+    def measure(self, options: Options, console: Console) -> list[Case]:
+        """All wanted cases. May print to ``console`` what it is about."""
+
+
+def _find(name: str) -> Bench:
+    if name not in BENCHES:
+        raise ConfigError("no such benchmark", expected=", ".join(BENCHES), found=name)
+    return cast(Bench, importlib.import_module(BENCHES[name]))

@@ -1,0 +1,77 @@
+"""``weightlink bench``: a smoke run of each benchmark at a tiny size, and the form of what it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from weightlink.hooks.settings import WireSettings
+from weightlink.plan import EngineLayouts, build_plan
+from weightlink.plugins.bench.results import Case
+from weightlink.plugins.bench.shapes import LARGE, MIXED, Dims, shape
+
+
+def bench(*arguments: str, folder: Path) -> dict[str, Any]:
+    """Runs the command as a user does; what it wrote as JSON."""
+    out = folder / "bench.json"
+    command = [sys.executable, "-m", "weightlink.cli", "bench", *arguments, "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
+def require_form(report: dict[str, Any], name: str, cases: list[tuple[str, str]]) -> None:
+    assert set(report) == {"bench", "machine", "results"}
+    assert report["bench"] == name
+    assert report["machine"]["cores"] >= 1
+    assert [(row["case"], row["variant"]) for row in report["results"]] == cases
+    for row in report["results"]:
+        assert row["value"] > 0
+        assert row["reference"] > 0
+        assert row["ratio"] == pytest.approx(row["reference"] / row["value"])
+        assert row["unit"]
+
+
+def test_the_wire_bench_measures_every_case(tmp_path: Path) -> None:
+    report = bench("wire", "--size", "0.002", "--runs", "2", folder=tmp_path)
+    cases = [(case, world) for case in ("large", "mixed") for world in ("1+1", "2+2")]
+    require_form(report, "wire", cases)
+    assert [row["runs"] for row in report["results"]] == [2] * 4
+
+
+@pytest.mark.parametrize("arguments", [["none"], ["wire", "--case", "none"]])
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "weightlink.cli", "bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "expected: " + ("wire" if len(arguments) == 1 else "large, mixed") in done.stderr
+
+
+def test_a_higher_ratio_is_better_in_both_units() -> None:
+    seconds = Case.paired("c", [1.0, 2.0, 4.0], [2.0, 4.0, 8.0], unit="s")
+    speed = Case.paired("c", [2.0, 4.0, 8.0], [1.0, 2.0, 4.0], unit="GB/s", more_is_better=True)
+    assert (seconds.ratio, speed.ratio) == (2.0, 2.0)
+    assert seconds.values is not None
+    assert (seconds.values.min, seconds.values.median, seconds.values.max) == (1.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize("world", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("dims", [LARGE, MIXED], ids=["large", "mixed"])
+@pytest.mark.parametrize("size", [1.0, 0.002])
+def test_the_shapes_are_whole_and_of_the_class_that_they_claim(dims: Dims, world: tuple[int, int], size: float) -> None:
+    scaled = dims.scaled(size)
+    made = shape(scaled, *world)
+    plan = build_plan(made.trainers, [EngineLayouts("engine", made.engines)], WireSettings())  # proves coverage
+    assert scaled.hidden != scaled.inter
+    if size == 1.0:
+        assert 0.9e9 < plan.total_bytes < 1.3e9
+        packed = plan.engines[0].nbytes[plan.engines[0].bucket_direct[plan.engines[0].bucket] == 0].sum()
+        share = float(packed) / plan.total_bytes
+        assert share < 0.1 if dims is LARGE else share > 0.7
+    assert len(np.unique(plan.engines[0].bucket_src)) == world[0]
