@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from weightlink.converters.boxes import Boxes, overlaps
 from weightlink.hooks.errors import CoverageError, LayoutError
-from weightlink.hooks.geometry import DIMS, Int64, Layout, ParamSpec, TensorSpec, pad
+from weightlink.hooks.geometry import DIMS, ITEMSIZE, Int64, Layout, ParamSpec, TensorSpec, pad
 
 #: Largest parameter, in elements, whose coverage is counted element by element when its views are not boxes.
 COUNT_LIMIT = 1 << 27
@@ -221,11 +221,14 @@ def prove_destination(
 
 def _prove_storage(params: Sequence[ParamSpec], rank: str, found: Violations) -> None:
     """Two parameters that share part of a storage would be written over one another."""
-    order = sorted(range(len(params)), key=lambda n: (params[n].storage, params[n].start))
-    extent = _extent(params)
+    # In bytes: parameters of several dtypes may lie in one storage.
+    width = [ITEMSIZE[p.dtype] for p in params]
+    begin = [p.start * n for p, n in zip(params, width, strict=True)]
+    end = [at + int(count) * n for at, count, n in zip(begin, _extent(params), width, strict=True)]
+    order = sorted((n for n in range(len(params)) if end[n] > begin[n]), key=lambda n: (params[n].storage, begin[n]))
     for a, b in itertools.pairwise(order):
         left, right = params[a], params[b]
-        if left.storage == right.storage and right.start < left.start + int(extent[a]) and extent[b]:
+        if left.storage == right.storage and begin[b] < end[a]:
             found.add(right.name, rank, f"shares memory with {left.name} without being the same tensor")
 
 

@@ -15,8 +15,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from weightlink.hooks.errors import ConfigError, LayoutError
-from weightlink.hooks.geometry import EncodedPart, Layout, ParamSpec, Quantised, RegionBuilder, Regions, TensorSpec
+from weightlink.hooks.errors import ConfigError, LayoutError, PluginError
+from weightlink.hooks.geometry import (
+    ITEMSIZE,
+    EncodedPart,
+    Layout,
+    ParamSpec,
+    Quantised,
+    RegionBuilder,
+    Regions,
+    TensorSpec,
+)
 from weightlink.hooks.messages import EngineContext
 from weightlink.hooks.protocols import Encoder, Encoding
 
@@ -135,14 +144,15 @@ class Encoded:
 def encode_layout(layout: Layout, names: Collection[str], encoding: Encoding) -> Encoded:
     """A rank's layout with the tensors of ``names`` in encoded form.
 
-    Raises :class:`LayoutError` for a tensor that the format cannot hold, and for a shard that cuts a block."""
+    Raises :class:`LayoutError` for a tensor that the format cannot hold, and for a shard that cuts a block;
+    :class:`PluginError` for parts that do not fit their tensor."""
     r = layout.regions
     tensors: list[TensorSpec] = []
     numbers: dict[int, int] = {}
     first: dict[int, tuple[int, Sequence[EncodedPart]]] = {}
     for n, spec in enumerate(layout.tensors):
         if spec.name in names:
-            first[n] = (len(tensors), encoding.parts(spec))
+            first[n] = (len(tensors), _parts(encoding, spec))
             tensors += [part.spec for part in first[n][1]]
         else:
             numbers[n] = len(tensors)
@@ -172,6 +182,25 @@ def encode_layout(layout: Layout, names: Collection[str], encoding: Encoding) ->
     encoded = Layout(layout.rank, tuple(tensors), tuple(params), Regions.concat([kept, regions.build()]))
     encoded.validate()
     return Encoded(encoded, encoding, layout, jobs)
+
+
+def _parts(encoding: Encoding, spec: TensorSpec) -> Sequence[EncodedPart]:
+    """What the encoding makes of a tensor. Raises :class:`PluginError` for parts that are not made of its cells."""
+    parts = encoding.parts(spec)
+    for part in parts:
+        whole = len(part.cell) == len(spec.shape) and all(cell > 0 for cell in part.cell)
+        shape = tuple(-(-n // cell) for n, cell in zip(spec.shape, part.cell, strict=True)) if whole else None
+        if part.spec.shape != shape or part.spec.dtype not in ITEMSIZE:
+            raise PluginError(
+                f"an encoding's part {part.spec.name!r} does not fit its tensor",
+                tensor=spec.name,
+                expected=f"a cell of {len(spec.shape)} positive sizes, one element for each cell of {spec.shape}, and a"
+                f" dtype among {', '.join(ITEMSIZE)}",
+                found=f"cell {part.cell}, shape {part.spec.shape}, {part.spec.dtype}",
+            )
+    if not parts:
+        raise PluginError("an encoding makes nothing of a tensor", tensor=spec.name)
+    return parts
 
 
 def _pieces(layout: Layout, tensor: int) -> list[_Piece]:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeGuard
 
+import numpy as np
 import torch
+from weightlink.converters.boxes import Boxes
 from weightlink.converters.families.base import Family, Match
 from weightlink.converters.pieces import pieces
 from weightlink.hooks.errors import LayoutError
-from weightlink.hooks.geometry import CASTABLE, Layout, ParamSpec, RegionBuilder, TensorSpec
+from weightlink.hooks.geometry import CASTABLE, Layout, ParamSpec, RegionBuilder, Regions, TensorSpec
 
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": True}
 """Asks Megatron for one key per layer and per expert, without stacked axes."""
@@ -211,6 +213,36 @@ def read_layout(
     layout = Layout(rank, held, tuple(params), regions.build())
     layout.validate()
     return layout, sources
+
+
+def require_one_parameter(layouts: Sequence[Layout]) -> None:
+    """Raises :class:`LayoutError` when parameters of different Megatron keys, on any ranks, give the same elements of
+    a canonical tensor: equal boxes count as replicas, and which of the two would be sent is chance."""
+    tensors: dict[str, int] = {}
+    keys: dict[str, int] = {}
+    regions = Regions.concat(layout.regions for layout in layouts)
+    tensor, key = (
+        np.concatenate([np.array(numbers, np.int64)[column] for numbers, column in columns])
+        for columns in (
+            [([tensors.setdefault(t.name, len(tensors)) for t in x.tensors], x.regions.tensor) for x in layouts],
+            [([keys.setdefault(p.name, len(keys)) for p in x.params], x.regions.param) for x in layouts],
+        )
+    )
+    first, box = Boxes(tensor, regions.lo, regions.size, regions.step).unique()
+    wrong = np.flatnonzero(key != key[first][box])
+    if not len(wrong):
+        return
+    row, names = int(wrong[0]), list(keys)
+    held = int(first[box[row]])
+    owner = np.repeat(np.arange(len(layouts)), [len(layout.regions) for layout in layouts])
+    raise LayoutError(
+        f"{len(set(tensor[wrong].tolist()))} tensor(s) are given by two different parameters",
+        tensor=list(tensors)[int(tensor[row])],
+        rank=layouts[int(owner[row])].rank,
+        expected=f"{names[int(key[held])]}, as on {layouts[int(owner[held])].rank}",
+        found=names[int(key[row])],
+        remedy="give each its own name in the family's rules: every placeholder of the key belongs in the name",
+    )
 
 
 def _readable(shard: Shard, rank: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 from weightlink.client import EngineClient, fan_out, raise_failures
+from weightlink.converters.megatron import require_one_parameter
 from weightlink.encoded import encode, names_to_encode, require_encoder, require_one_format, require_taken
 from weightlink.hooks import messages as m
 from weightlink.hooks.errors import ConfigError, EngineUnavailable, ErrorInfo, PlanMismatch
@@ -237,6 +238,8 @@ def _plan(
     deadline: Deadline,
 ) -> tuple[Plan, tuple[str, ...]]:
     """The plan, and the names of the tensors that are sent in encoded form."""
+    if adapter.kind == "megatron":
+        require_one_parameter(layouts)
     engines = _observe(layouts, contexts, clients, adapter, settings, deadline)
     names = names_to_encode(engines, contexts[0], plugins)
     if names:

@@ -28,8 +28,8 @@ from weightlink.converters.encoders import choose_encoding, encode_layout, quant
 from weightlink.converters.encoders_fp8 import BlockFp8, BlockFp8Encoder
 from weightlink.encoded import encode, names_to_encode, require_one_format, require_taken
 from weightlink.hooks import messages as m
-from weightlink.hooks.errors import ConfigError, LayoutError
-from weightlink.hooks.geometry import Layout, Opaque, ParamSpec, Quantised, RegionBuilder, TensorSpec
+from weightlink.hooks.errors import ConfigError, LayoutError, PluginError
+from weightlink.hooks.geometry import EncodedPart, Layout, Opaque, ParamSpec, Quantised, RegionBuilder, TensorSpec
 from weightlink.hooks.manager import PluginManager
 from weightlink.plan import EngineLayouts, build_plan, merge_manifest
 from weightlink.program import verify_receive
@@ -202,6 +202,27 @@ def test_a_shard_that_cuts_a_block_is_refused_by_name(pieces):
     assert (caught.value.tensor, caught.value.rank) == ("w", "trainer 3")
     assert "multiples of 8 in dimension 0" in caught.value.expected
     assert "parallel sizes" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("cell", "shape", "dtype"),
+    [
+        ((4,), (5, 6), "float32"),
+        ((4, 0), (5, 6), "float32"),
+        ((4, 6), (5,), "float32"),
+        ((4, 6), (6, 1), "float32"),
+        ((4, 6), (5, 1), "float8"),
+    ],
+)
+def test_parts_that_do_not_fit_their_tensor_are_the_plugins_fault(cell, shape, dtype):
+    class Wrong(BlockFp8):
+        def parts(self, spec):
+            return (*super().parts(spec)[:1], EncodedPart(TensorSpec("w_scale", shape, dtype), cell))
+
+    with pytest.raises(PluginError, match="w_scale") as caught:
+        encode_layout(trainer([([0, 0], [20, 6])], (20, 6)), {"w"}, Wrong(4, 6))
+    assert caught.value.tensor == "w"
+    assert str(cell) in caught.value.found
 
 
 def test_interleaved_parts_are_one_box_or_refused():

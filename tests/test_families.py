@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from weightlink.converters.families import BUILTIN, weightlink_families
 from weightlink.converters.families.base import Family, Part, Rule, choose_family
 from weightlink.converters.families.common import in_layer
-from weightlink.converters.megatron import read_layout, require_same_rotation, shards_of, sizes_of
+from weightlink.converters.megatron import (
+    read_layout,
+    require_one_parameter,
+    require_same_rotation,
+    shards_of,
+    sizes_of,
+)
 from weightlink.hooks import hookimpl
 from weightlink.hooks.errors import LayoutError, NameMapError, PluginError
 from weightlink.hooks.manager import PluginManager
@@ -169,6 +175,50 @@ def test_unknown_keys_are_all_named_with_a_remedy():
     assert 'Rule("decoder.layers.{L}.mlp.mystery.weight"' in raised.value.remedy
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["decoder.layers.7.mlp.experts.experts.31.mystery", "decoder.layers.7.scales.3", "tower.mlp.0.weight", "plain"],
+)
+def test_the_rule_that_the_error_proposes_works(key):
+    with pytest.raises(NameMapError) as raised:
+        read([cut(key, torch.zeros(4, 2), 0, 4)])
+    proposed = raised.value.remedy.split('Rule("')[1].split('"')[0]
+    family = Family("toy", (), (Rule(proposed, proposed),))
+    assert family.match(key).parts[0].name == key
+    assert family.match(key.replace("7", "12").replace("3", "5")) is not None
+
+
+def test_a_number_that_a_key_states_fits_only_that_number():
+    rules = (Rule("tower.{L}.mlp.0.w", "blocks.{L}.first"), Rule("tower.{L}.mlp.2.w", "blocks.{L}.second"))
+    family = Family("toy", (), rules)
+    assert family.match("tower.5.mlp.0.w").parts[0].name == "blocks.5.first"
+    assert family.match("tower.5.mlp.2.w").parts[0].name == "blocks.5.second"
+    assert family.match("tower.5.mlp.1.w") is None
+    stacked = Family("toy", (), (Rule("tower.{E}.mlp.2.w", "x", stack="n"),))
+    assert stacked.match("tower.5.mlp.2.w").index == 5
+
+
+@pytest.mark.parametrize("names", ["b", "b.{E}"])
+def test_parameters_that_a_rule_gives_one_name_are_no_replicas(names):
+    """Each on a rank of its own (stages, expert parallel): nothing else would tell them from replicas."""
+    family = Family("toy", (), (Rule("a.{E}.w", names),))
+    layouts = []
+    for rank in range(3):
+        whole = torch.full((4, 2), float(rank))
+        found, _ = read_layout(
+            [cut(f"a.{rank % 2}.w", whole, 0, 4)], family, {}, dtype="float32", rank=f"trainer {rank}"
+        )
+        layouts.append(found)
+    layouts.append(read_layout([], family, {}, dtype="float32", rank="trainer 3")[0])
+    if names == "b.{E}":
+        require_one_parameter(layouts)
+        return
+    with pytest.raises(LayoutError, match="two different parameters") as raised:
+        require_one_parameter(layouts)
+    assert (raised.value.tensor, raised.value.rank, raised.value.found) == ("b", "trainer 1", "a.1.w")
+    assert "a.0.w, as on trainer 0" in raised.value.expected
+
+
 def test_the_manifests_dtype_is_the_engines_and_the_parameters_its_own():
     entries = [cut("decoder.final_layernorm.weight", torch.zeros(4), 0, 4)]
     layout, _ = read_layout(entries, FAMILIES["llama"], {}, dtype="bfloat16", rank="trainer 0")
@@ -310,6 +360,9 @@ def test_transposed_and_stacked():
         Rule("w", (("x", "n-1"),)),
         Rule("w", (("x", ""), ("y", "n"))),
         Rule("w", "x", stack="n"),
+        Rule("w", ()),
+        Rule("a.{L}.b.{L}.w", "x.{L}"),
+        Rule("a.weight{E}", "x.{E}"),
     ],
 )
 def test_rules_that_no_model_could_resolve(rule):
@@ -351,6 +404,8 @@ def test_a_plugin_brings_a_family():
 def test_two_rules_for_one_key():
     with pytest.raises(PluginError, match="two rules"):
         Family("toy", (), (Rule("a.{L}.w", "x"), Rule("a.{E}.w", "y")))
+    with pytest.raises(PluginError, match="two rules"):
+        Family("toy", (), (Rule("a.{L}.w", "x"), Rule("a.3.w", "y")))
 
 
 def test_two_parameters_that_disagree_on_a_shape():

@@ -150,7 +150,7 @@ def test_every_element_goes_back_to_where_it_came_from(case: Case, cuts: list[fl
         bounds = sorted({0, len(whole), *(round(share * len(whole)) for share in cuts)})
         for start, end in pairwise(bounds):  # ranks, also with cuts inside a group
             layout, sources = read_layout(
-                [cut(key, whole, start, end)], FAMILIES[case.family], case.sizes, dtype="float32", dtypes={}, rank="r"
+                [cut(key, whole, start, end)], FAMILIES[case.family], case.sizes, dtype="float32", rank="r"
             )
             part = rows(layout, [source.refresh() for source in sources])
             assert not part.keys() & found.keys()
@@ -184,7 +184,6 @@ def test_norms_are_sent_as_hugging_face_centres_them(key, family, zero_centred, 
         FAMILIES[family],
         {},
         dtype="float32",
-        dtypes={},
         rank="r",
         zero_centred=zero_centred,
     )

@@ -158,6 +158,23 @@ def test_parameters_that_share_memory_in_part_are_refused():
         prove(Layout("r", (TensorSpec("t", (4,), "float32"),), params, build.build()))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "start", "shared"), [("bfloat16", 7, True), ("bfloat16", 8, False), ("int64", 1, True)]
+)
+def test_memory_is_compared_in_bytes_when_dtypes_differ(dtype, start, shared):
+    """``a`` takes bytes 0 to 16 of the storage."""
+    params = (ParamSpec("a", (4,), "float32", 7, 0, (1,)), ParamSpec("b", (3,), dtype, 7, start, (1,)))
+    build = RegionBuilder()
+    build.add(0, 0, lo=[0], size=[4], offset=0, stride=[1])
+    build.add(1, 1, lo=[0], size=[3], offset=0, stride=[1])
+    layout = Layout("r", (TensorSpec("t", (4,), "float32"), TensorSpec("u", (3,), dtype)), params, build.build())
+    if shared:
+        with pytest.raises(CoverageError, match="b on r: shares memory with a"):
+            prove(layout)
+    else:
+        prove(layout)
+
+
 @given(st.integers(0, 10**6))
 @settings(max_examples=50, deadline=None)
 def test_a_layout_survives_its_message(seed):

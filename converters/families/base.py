@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weightlink.converters.families.rules import NUMBER, Match, Part, Rule, match, pattern
+from weightlink.converters.families.rules import NUMBER, Match, Part, Rule, match, meet, pattern
 from weightlink.hooks.errors import NameMapError, PluginError
 from weightlink.hooks.protocols import Family as FamilyLike
 
@@ -27,15 +28,19 @@ class Family:
     architectures: tuple[str, ...]
     rules: tuple[Rule, ...]
     rotary_interleaved: bool = False
-    _table: dict[str, Rule] = field(init=False, repr=False, compare=False)
+    _table: dict[str, list[Rule]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        table: dict[str, Rule] = {}
+        table: dict[str, list[Rule]] = {}
         for rule in self.rules:
             rule.validate(self.name)
-            if pattern(rule.key) in table:
-                raise PluginError(f"family {self.name!r} has two rules for one key", found=rule.key)
-            table[pattern(rule.key)] = rule
+            alike = table.setdefault(pattern(rule.key), [])
+            twice = next((other for other in alike if meet(other.key, rule.key)), None)
+            if twice is not None:
+                raise PluginError(
+                    f"family {self.name!r} has two rules for one key", found=f"{twice.key} and {rule.key}"
+                )
+            alike.append(rule)
         object.__setattr__(self, "_table", table)
 
     def match(self, key: str, sizes: Mapping[str, int] | None = None, rank: str = "") -> Match | None:
@@ -44,12 +49,13 @@ class Family:
         :param sizes: symbols that names may use in expressions
         :raises NameMapError: for such a symbol that is not among them
         """
-        rule = self._table.get(pattern(key))
+        rule = next((rule for rule in self._table.get(pattern(key), ()) if meet(rule.key, key)), None)
         return None if rule is None else match(rule, key, sizes or {}, rank)
 
     def unknown(self, keys: Sequence[str], *, rank: str) -> NameMapError:
         """The error for ``keys`` without a rule, with the line that would add one."""
-        example = NUMBER.sub("{L}", keys[0], count=1)
+        letters = itertools.chain("LE", (f"N{n}" for n in itertools.count(3)))
+        example = NUMBER.sub(lambda _: f"{{{next(letters)}}}", keys[0])
         return NameMapError(
             f"family {self.name!r} has no rule for {len(keys)} Megatron parameter(s)",
             tensor=", ".join(keys[:8]) + (", ..." if len(keys) > 8 else ""),

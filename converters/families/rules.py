@@ -25,7 +25,8 @@ from the model's own configuration (:func:`weightlink.converters.megatron.sizes_
 ======================== ===========================================================================
 
 ``{L}`` stands for the global layer number, ``{E}`` for the global expert number; every placeholder of the key may be
-used in the names, also in an expression: ``{L+layers}``.
+used in the names, also in an expression: ``{L+layers}``. A placeholder is all that stands between two dots, or at an
+end; a number that the key states itself fits only that number.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from dataclasses import dataclass, replace
 from weightlink.hooks.errors import NameMapError, PluginError
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _IN_NAME = re.compile(r"\{([^{}]*)\}")
 _EXPRESSION = re.compile(r"\w+(\*\w+)*(\+\w+(\*\w+)*)*")
 
@@ -100,7 +101,17 @@ class Rule:
     def validate(self, family: str) -> None:
         """Raises :class:`PluginError` for what no model could resolve."""
         parts = self.parts
-        known = set(PLACEHOLDER.findall(self.key))
+        if not parts:
+            raise PluginError(f"family {family!r}: a rule without a name", tensor=self.key)
+        placeholders = PLACEHOLDER.findall(self.key)
+        known = set(placeholders)
+        if placeholders != [slot[1:-1] for slot in slots(self.key) if slot.startswith("{")] or len(known) != len(
+            placeholders
+        ):
+            raise PluginError(
+                f"family {family!r}: a key's placeholders must differ, and each must be all between two dots",
+                tensor=self.key,
+            )
         expressions = [self.groups, self.stack]
         for part in parts:
             expressions += [part.rows, part.units, part.every, part.at, part.size]
@@ -141,19 +152,31 @@ class Match:
 
 def match(rule: Rule, key: str, sizes: Mapping[str, int], rank: str) -> Match:
     """``rule`` applied to ``key``, which must fit it. Raises :class:`NameMapError` for a symbol that is not known."""
-    numbers = [int(number) for number in NUMBER.findall(key)]
-    known = {**sizes, **dict(zip(PLACEHOLDER.findall(rule.key), numbers, strict=True))}
+    filled = zip(slots(rule.key), slots(key), strict=True)
+    numbers = {slot[1:-1]: int(number) for slot, number in filled if slot.startswith("{")}
+    known = {**sizes, **numbers}
 
     def insert(found: re.Match[str]) -> str:
         return str(value(found[1], known, key, rank))
 
     parts = tuple(replace(part, name=_IN_NAME.sub(insert, part.name)) for part in rule.parts)
-    return Match(rule, parts, numbers[-1] if numbers else 0)
+    return Match(rule, parts, [*numbers.values()][-1] if numbers else 0)
 
 
 def pattern(key: str) -> str:
     """What a key and the rule for it have in common."""
     return NUMBER.sub("#", PLACEHOLDER.sub("0", key))
+
+
+def slots(key: str) -> list[str]:
+    """The numbers of a key, and its placeholders where they stand for one, in order."""
+    return [word for word in key.split(".") if NUMBER.fullmatch(word) or PLACEHOLDER.fullmatch(word)]
+
+
+def meet(a: str, b: str) -> bool:
+    """Whether two keys of one :func:`pattern`, with placeholders or without, have a key in common."""
+    pairs = zip(slots(a), slots(b), strict=True)
+    return all(x == y or x.startswith("{") or y.startswith("{") for x, y in pairs)
 
 
 def symbols(expression: str) -> set[str]:
