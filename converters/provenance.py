@@ -234,6 +234,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         cell = self.cells.get(key(source))
         if cell is None:
             return Lost("copied from memory that existed before")
+        if _turned(source):
+            return Lost("copied from a view that negates what it shows", cell.sources)
         if cell.lost:
             return Lost(cell.lost, cell.sources, cell.barred)
         if source.dtype != cell.dtype:
@@ -328,6 +330,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             bad = next((p for p in found if p.source != CONSTANT and p.rounded not in (None, target.dtype)), None)
             if bad is not None:
                 found = Lost(f"rounded to {dtype_name(bad.rounded or target.dtype)} on the way", sources_of(found))
+        if _turned(target):
+            found = Lost(
+                "written through a view that negates", found.sources if isinstance(found, Lost) else sources_of(found)
+            )
         if cell is not None and target.dtype != cell.dtype:
             found = Lost(f"written as {dtype_name(target.dtype)}", sources_of(found))
         if isinstance(found, Lost):
@@ -403,6 +409,11 @@ def _holds(tensor: torch.Tensor, piece: Piece) -> bool:
     sizes, strides = [d[0] for d in piece.map.dims], [d[1] for d in piece.map.dims]
     found = tensor.as_strided(sizes, strides, piece.map.at)
     return bool((found.isnan() if math.isnan(piece.value) else found == piece.value).all())
+
+
+def _turned(tensor: torch.Tensor) -> bool:
+    """Whether the tensor shows other values than its memory holds: a negative or conjugate view."""
+    return bool(tensor.is_neg() or tensor.is_conj())
 
 
 def _quantised(dtype: torch.dtype) -> bool:

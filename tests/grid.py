@@ -22,6 +22,7 @@ from megatron_cpu import Megatron
 from oracle import POISON
 from safetensors.torch import load_file, save_file
 from warm import shared
+from weightlink.converters.megatron import require_one_parameter
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
 from weightlink.hooks.settings import WireSettings
@@ -264,6 +265,7 @@ class Grid:
         """Fails unless every parameter of every rank is what SGLang loaded. Returns each engine rank's layout, and what
         arrived for its ``params``."""
         trained = self._trainer(cell)
+        require_one_parameter(trained.layouts)
         manifest = merge_manifest(trained.layouts)
         loaded = self._engine(cell, manifest)
         assert {t.name for t in manifest} == loaded.names

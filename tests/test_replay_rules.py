@@ -104,9 +104,22 @@ def changes_its_input(m: Toy, w: dict[str, torch.Tensor]) -> None:
     rest(m, w)
 
 
+def negates_lazily(m: Toy, w: dict[str, torch.Tensor]) -> None:
+    """What ``x.conj().imag`` is: a view of the same memory that shows other numbers."""
+    m.w0.data.copy_(torch._neg_view(w["a"]))
+    rest(m, w)
+
+
+def negates_its_destination(m: Toy, w: dict[str, torch.Tensor]) -> None:
+    torch._neg_view(m.w0.data).copy_(w["a"])
+    rest(m, w)
+
+
 @pytest.mark.parametrize(
     ("loader", "names", "served"),
     [
+        (negates_lazily, {"w0", "a"}, True),
+        (negates_its_destination, {"w0", "a"}, True),
         (transforms_after, {"w0", "a"}, True),
         (changes_in_place, {"w0", "a"}, True),
         (writes_out, {"w0", "a"}, True),
