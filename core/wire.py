@@ -1,33 +1,36 @@
 """Executes a program over a channel: pack, send, receive, unpack. The same code on every device.
 
-Two rounds are in flight: while one is on the wire the next is packed, or the one before is unpacked. Staging memory is
-two rounds of buckets per direction, allocated once, whatever the model's size. Every bucket carries a header (update,
-bucket, bytes, checksum), compared on the device and looked at once, after the last round.
+While one message is on the wire the next is packed, or the one before is unpacked. Staging memory is two rounds of
+buckets per direction, allocated once, whatever the model's size. Every message has a header (update, bucket, bytes,
+checksum). Headers follow their payload in one last message per peer, are compared on the device and looked at once. How
+large a message is and where it lies does not show in them, so one end may stage a bucket that the other has in place.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from weightlink.bound import ROW, Bound, Checksum, Ring
 from weightlink.hooks.errors import PlanMismatch, TransferError
 from weightlink.hooks.geometry import Fills
-from weightlink.program import DTYPES, HEADER, Program
+from weightlink.program import HEADER, Program
+from weightlink.threads import single_threaded
 
 if TYPE_CHECKING:
     from weightlink.hooks.deadline import Deadline
     from weightlink.hooks.protocols import Channel, Pending
     from weightlink.hooks.settings import WireSettings
 
-_MAGIC = 0x574C_424B_5431_0001  # "WLBKT1"
+_MAGIC = 0x574C_424B_5431_0002  # "WLBKT2"
 _WORDS = HEADER // 8
-_COLUMNS = 512
-_IN_FLIGHT = 2
+_TAG, _SUM = 1, 5  # columns of a header: magic, update, bucket, first byte, bytes, checksum
 
 
 @dataclass
@@ -39,238 +42,157 @@ class Moved:
 
 
 def update_tag(update: str) -> int:
-    """A signed 64-bit number for an update id, as it stands in bucket headers."""
+    """A signed 64-bit number for an update id, as it stands in headers."""
     return int.from_bytes(hashlib.blake2b(update.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-class Checksum:
-    """A 64-bit sum over a payload's bytes: one pass, position-sensitive within blocks of 4 KiB, on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        odd = np.random.Generator(np.random.PCG64(0x5745)).integers(0, 1 << 63, _COLUMNS, np.int64) | 1
-        self._keys = torch.from_numpy(odd).to(device)
-
-    def __call__(self, payload: torch.Tensor) -> torch.Tensor:
-        """Of a one-dimensional, contiguous uint8 tensor, as an int64 scalar tensor."""
-        nbytes = payload.numel()
-        if payload.data_ptr() % 8:
-            payload = payload.clone()
-        whole = nbytes // 8 * 8
-        words = payload[:whole].view(torch.int64)
-        rows = words.numel() // _COLUMNS * _COLUMNS
-        total = (words[:rows].view(-1, _COLUMNS).sum(0) * self._keys).sum() + nbytes
-        rest = words[rows:]
-        total = total + (rest * self._keys[: rest.numel()]).sum()
-        tail = payload[whole:].to(torch.int64)
-        return total + (tail * self._keys[: tail.numel()]).sum()
-
-
-@dataclass
-class _Bucket:
-    """One bucket, bound to live memory."""
-
-    id: int
-    peer: int
-    nbytes: int  # on the wire, alignment included
-    payload: int  # weights only
-    views: list[torch.Tensor]  # of parameters, in wire order
-    places: list[tuple[int, torch.dtype, tuple[int, ...]]]  # byte offset, dtype and shape of each in the payload
-    direct: torch.Tensor | None  # the parameter's own bytes, for a direct bucket
-
-
 class _Side:
-    """What sender and receiver share: slots of staging memory and buckets bound to the live tensors."""
+    """What sender and receiver share: staging memory and buckets bound to the live tensors."""
 
-    def __init__(self, program: Program, wire: WireSettings, device: torch.device) -> None:
+    _unpack: bool
+
+    def __init__(self, program: Program, fills: Fills, wire: WireSettings, device: torch.device) -> None:
         self.program = program
-        self.device = device
-        self.checksum = Checksum(device)
-        self.rounds: list[list[int]] = [[] for _ in range(program.rounds)]
-        for number, r in enumerate(program.buckets.round.tolist()):
-            self.rounds[r].append(number)
-        self.rounds = [numbers for numbers in self.rounds if numbers]
-        packed = program.buckets.direct == 0
-        most = max((len(numbers) for numbers in self.rounds), default=0)
-        largest = int(program.buckets.nbytes[packed].max(initial=0))
-        self._size = HEADER + -(-largest // 16) * 16
-        self._staging = torch.empty((_IN_FLIGHT * most, self._size), dtype=torch.uint8, device=device)
-        self._most = most
-        self._bound: tuple[tuple[int, ...], list[_Bucket]] | None = None
-        order = np.argsort(program.copies.bucket, kind="stable")
-        bounds = np.searchsorted(program.copies.bucket[order], np.arange(len(program.buckets) + 1))
-        self._rows = [order[bounds[n] : bounds[n + 1]] for n in range(len(program.buckets))]
+        self._fills = fills
+        self._ring = Ring(program)
+        self._staging = torch.empty(self._ring.size, dtype=torch.uint8, device=device)
+        self._checksum = Checksum(-(-int(program.buckets.nbytes.max(initial=0)) // ROW), device)
+        self._bound: tuple[tuple[int, ...], Bound] | None = None
+        self._headers = torch.zeros((0, _WORDS), dtype=torch.int64, device=device)
+        self._sums: list[torch.Tensor] = []
 
-    def slot(self, turn: int, place: int) -> torch.Tensor:
-        """Staging memory for the ``place``-th bucket of round ``turn``."""
-        return self._staging[(turn % _IN_FLIGHT) * self._most + place]
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that this side holds besides the tensors."""
+        return int(self._staging.numel())
 
-    def bind(self, tensors: Sequence[torch.Tensor]) -> list[_Bucket]:
-        """Buckets over the tensors as they are now; cached while no pointer moves."""
+    def _bind(self, tensors: Sequence[torch.Tensor]) -> Bound:
+        """Buckets over the tensors as they are now; kept while no pointer moves."""
         key = tuple(t.data_ptr() for t in tensors)
         if self._bound is None or self._bound[0] != key:
-            live = [t.detach() for t in tensors]
-            self._bound = (key, [self._bind_one(n, live) for n in range(len(self.program.buckets))])
+            bound = Bound(self.program, self._fills, self._ring, self._staging, tensors, unpack=self._unpack)
+            self._bound = (key, bound)
+            table = np.zeros((len(bound.headers), _WORDS), np.int64)
+            table[:, 0] = _MAGIC
+            table[:, 2:5] = np.array(bound.headers, np.int64).reshape(-1, 3)
+            self._headers = torch.from_numpy(table).to(self._staging.device)
+            self._sums = list(self._headers[:, _SUM].unbind())
         return self._bound[1]
 
     def unbind(self) -> None:
         """Forget the live tensors, which the buckets would keep from being freed."""
         self._bound = None
 
-    def _bind_one(self, number: int, tensors: Sequence[torch.Tensor]) -> _Bucket:
-        c, b = self.program.copies, self.program.buckets
-        views, places = [], []
-        for row in self._rows[number].tolist():
-            shape, stride = _simplify(c.size[row].tolist(), c.stride[row].tolist())
-            tensor = tensors[int(c.param[row])]
-            views.append(tensor.as_strided(shape, stride, tensor.storage_offset() + int(c.offset[row])))
-            places.append((int(c.at[row]), getattr(torch, DTYPES[int(c.dtype[row])]), shape))
-        direct = views[0].reshape(-1).view(torch.uint8) if b.direct[number] else None
-        payload = int(c.nbytes[self._rows[number]].sum())
-        return _Bucket(int(b.id[number]), int(b.peer[number]), int(b.nbytes[number]), payload, views, places, direct)
-
-    def staged(self, bucket: _Bucket, slot: torch.Tensor) -> list[torch.Tensor]:
-        """The payload's pieces inside a slot."""
-        payload = slot[HEADER:]
-        pieces = []
-        for at, dtype, shape in bucket.places:
-            numel = 1
-            for n in shape:
-                numel *= n
-            pieces.append(payload[at : at + numel * dtype.itemsize].view(dtype).view(shape))
-        return pieces
-
-    def header(self, bucket: _Bucket, tag: int, payload: torch.Tensor) -> torch.Tensor:
-        """The header that belongs to a payload, on the device, without waiting for it."""
-        words = torch.tensor(
-            [_MAGIC, tag, bucket.id, bucket.nbytes, *[0] * (_WORDS - 4)], dtype=torch.int64, device=self.device
-        )
-        words[4] = self.checksum(payload)
-        return words
-
-
-def _simplify(size: list[int], stride: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same elements in the same order with the fewest dimensions."""
-    dims: list[tuple[int, int]] = []
-    for n, s in zip(size, stride, strict=True):
-        if n == 1:
-            continue
-        if dims and dims[-1][1] == n * s:
-            dims[-1] = (dims[-1][0] * n, s)
-        else:
-            dims.append((n, s))
-    if not dims:
-        dims = [(1, 1)]
-    return tuple(n for n, _ in dims), tuple(s for _, s in dims)
+    def _tables(self, bound: Bound, headers: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """The headers of each peer's messages, as bytes."""
+        return [(peer, headers[a:b].reshape(-1).view(torch.uint8)) for peer, (a, b) in bound.peers.items()]
 
 
 class Sender(_Side):
     """A trainer rank's side of one engine's group."""
 
+    _unpack = False
+
+    def __init__(self, program: Program, wire: WireSettings, device: torch.device) -> None:
+        super().__init__(program, Fills(), wire, device)
+
     def run(self, tensors: Sequence[torch.Tensor], channel: Channel, update: str, deadline: Deadline) -> Moved:
         """Send every bucket; returns when all of them have left this rank."""
-        with torch.no_grad():
+        with torch.no_grad(), single_threaded(self._staging.device):
             return self._run(tensors, channel, update, deadline)
 
     def _run(self, tensors: Sequence[torch.Tensor], channel: Channel, update: str, deadline: Deadline) -> Moved:
-        buckets, tag, moved = self.bind(tensors), update_tag(update), Moved()
-        flying: list[Pending] = []
-        for turn, numbers in enumerate(self.rounds):
-            if len(flying) == _IN_FLIGHT:
-                flying.pop(0).wait(deadline)
-            started = time.monotonic()
-            sends: list[tuple[int, torch.Tensor]] = []
-            for place, number in enumerate(numbers):
-                bucket, slot = buckets[number], self.slot(turn, place)
-                if bucket.direct is not None:
-                    slot[:HEADER].view(torch.int64).copy_(self.header(bucket, tag, bucket.direct))
-                    sends += [(bucket.peer, slot[:HEADER]), (bucket.peer, bucket.direct)]
-                else:
-                    torch._foreach_copy_(self.staged(bucket, slot), bucket.views)
-                    payload = slot[HEADER : HEADER + bucket.nbytes]
-                    slot[:HEADER].view(torch.int64).copy_(self.header(bucket, tag, payload))
-                    sends.append((bucket.peer, slot[: HEADER + bucket.nbytes]))
-                moved.bytes += bucket.payload
-            moved.apply += time.monotonic() - started
-            flying.append(channel.post(sends, [], deadline))
-        for pending in flying:
-            pending.wait(deadline)
+        bound = self._bind(tensors)
+        self._headers[:, _TAG] = update_tag(update)
+        moved = Moved(bound.bytes)
+        flying: deque[tuple[int, list[Pending]]] = deque()
+        for turn, this in enumerate(bound.rounds):
+            while flying and flying[0][0] <= this.after:
+                _wait(flying.popleft()[1], deadline)
+            pending: list[Pending] = []
+            flying.append((turn, pending))
+            for step, post in zip(this.steps, this.posts, strict=True):
+                started = time.monotonic()
+                for message in step:
+                    if message.packed:
+                        torch._foreach_copy_(message.packed, message.loose)
+                    message.check(self._checksum, self._sums[message.row])
+                moved.apply += time.monotonic() - started
+                pending.append(channel.post(post, [], deadline))
+        flying.append((len(bound.rounds), [channel.post(self._tables(bound, self._headers), [], deadline)]))
+        for _, pending in flying:
+            _wait(pending, deadline)
         return moved
 
 
 class Receiver(_Side):
     """An engine rank's side. :meth:`run` writes; :meth:`check` tells whether what was written is what was sent."""
 
+    _unpack = True
+
     def __init__(self, program: Program, fills: Fills, wire: WireSettings, device: torch.device) -> None:
-        super().__init__(program, wire, device)
-        self._fills = fills
-        self._bad = torch.zeros(len(program.buckets), dtype=torch.bool, device=device)
-        self._headers = torch.zeros((len(program.buckets), _WORDS), dtype=torch.int64, device=device)
+        super().__init__(program, fills, wire, device)
+        self._theirs = self._headers.clone()
+        self._complete = False
 
     def run(self, tensors: Sequence[torch.Tensor], channel: Channel, update: str, deadline: Deadline) -> Moved:
         """Receive every bucket and copy it in place, and write the fills."""
         # Parameters that were created in inference mode may only be written in it.
-        with torch.inference_mode(any(t.is_inference() for t in tensors)), torch.no_grad():
+        inference = torch.inference_mode(any(t.is_inference() for t in tensors))
+        with inference, torch.no_grad(), single_threaded(self._staging.device):
             return self._run(tensors, channel, update, deadline)
 
     def _run(self, tensors: Sequence[torch.Tensor], channel: Channel, update: str, deadline: Deadline) -> Moved:
-        buckets, tag, moved = self.bind(tensors), update_tag(update), Moved()
-        self._bad.fill_(True)
-        flying: list[tuple[int, Pending]] = []
-        for turn, numbers in enumerate(self.rounds):
-            receives: list[tuple[int, torch.Tensor]] = []
-            for place, number in enumerate(numbers):
-                bucket, slot = buckets[number], self.slot(turn, place)
-                if bucket.direct is not None:
-                    receives += [(bucket.peer, slot[:HEADER]), (bucket.peer, bucket.direct)]
-                else:
-                    receives.append((bucket.peer, slot[: HEADER + bucket.nbytes]))
-            flying.append((turn, channel.post([], receives, deadline)))
-            if len(flying) == _IN_FLIGHT:
-                self._land(*flying.pop(0), buckets, tag, moved, deadline)
-        for turn, pending in flying:
-            self._land(turn, pending, buckets, tag, moved, deadline)
-        self._fill(tensors)
+        self._complete = False
+        bound = self._bind(tensors)
+        self._headers[:, _TAG] = update_tag(update)
+        self._theirs = torch.zeros_like(self._headers)
+        moved = Moved(bound.bytes)
+        flying: deque[list[Pending]] = deque()
+        posted = 0
+        for turn, this in enumerate(bound.rounds):
+            while posted < len(bound.rounds) and bound.rounds[posted].after < turn:
+                flying.append([channel.post([], post, deadline) for post in bound.rounds[posted].posts])
+                posted += 1
+            for step, pending in zip(this.steps, flying.popleft(), strict=True):
+                pending.wait(deadline)
+                started = time.monotonic()
+                for message in step:
+                    message.check(self._checksum, self._sums[message.row])
+                    if message.packed:
+                        torch._foreach_copy_(message.loose, message.packed)
+                moved.apply += time.monotonic() - started
+        channel.post([], self._tables(bound, self._theirs), deadline).wait(deadline)
+        if bound.zeros:
+            torch._foreach_zero_(bound.zeros)
+        for view, value in bound.fills:
+            view.fill_(value)
+        self._complete = True
         return moved
-
-    def _fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What the engine's loader writes besides the checkpoint: padding is part of the weights."""
-        f = self._fills
-        for n in range(len(f)):
-            tensor = tensors[int(f.param[n])].detach()
-            start = tensor.storage_offset() + int(f.offset[n])
-            tensor.as_strided(f.size[n].tolist(), f.stride[n].tolist(), start).fill_(float(f.value[n]))
-
-    def _land(
-        self, turn: int, pending: Pending, buckets: list[_Bucket], tag: int, moved: Moved, deadline: Deadline
-    ) -> None:
-        pending.wait(deadline)
-        started = time.monotonic()
-        for place, number in enumerate(self.rounds[turn]):
-            bucket, slot = buckets[number], self.slot(turn, place)
-            payload = bucket.direct if bucket.direct is not None else slot[HEADER : HEADER + bucket.nbytes]
-            header = slot[:HEADER].view(torch.int64)
-            self._headers[number].copy_(header)
-            self._bad[number] = (header != self.header(bucket, tag, payload)).any()
-            if bucket.direct is None:
-                torch._foreach_copy_(bucket.views, self.staged(bucket, slot))
-            moved.bytes += bucket.payload
-        moved.apply += time.monotonic() - started
 
     def check(self) -> None:
         """Raises :class:`TransferError` naming the buckets whose header or checksum did not match."""
-        bad = torch.nonzero(self._bad).flatten().tolist()
+        if not self._complete:
+            raise TransferError("the transfer was not completed")
+        bad = torch.nonzero((self._headers != self._theirs).any(1)).flatten().tolist()
         if not bad:
             return
-        b = self.program.buckets
-        first = bad[0]
+        mine, theirs = self._headers[bad].tolist(), self._theirs[bad].tolist()
+        numbers = list(dict.fromkeys(row[2] for row in mine))
+        peers = {int(n): int(p) for n, p in zip(self.program.buckets.id, self.program.buckets.peer, strict=True)}
         raise TransferError(
-            f"{len(bad)} of {len(b)} buckets did not arrive as they were sent: "
-            + ", ".join(str(int(b.id[n])) for n in bad[:20]),
-            rank=f"group rank {int(b.peer[first])} -> this rank",
-            expected=f"bucket {int(b.id[first])}, {int(b.nbytes[first])} bytes, and its checksum",
-            found=f"header {self._headers[first].tolist()}",
+            f"{len(numbers)} of {len(self.program.buckets)} buckets did not arrive as they were sent: "
+            + ", ".join(map(str, numbers[:20])),
+            rank=f"group rank {peers[numbers[0]]} -> this rank",
+            expected=f"bucket {numbers[0]}, {mine[0][4]} bytes from byte {mine[0][3]}, and their checksum",
+            found=f"header {theirs[0]} instead of {mine[0]}",
             remedy="check the network; the engine stays unready until a full update",
         )
+
+
+def _wait(pending: Sequence[Pending], deadline: Deadline) -> None:
+    for one in pending:
+        one.wait(deadline)
 
 
 def handshake(channel: Channel, program: Program, device: torch.device, deadline: Deadline) -> None:
