@@ -35,6 +35,12 @@ class Shard(Protocol):
     allow_shape_mismatch: bool
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """What tells a tensor's memory from other memory, also where there is none (the meta device)."""
+    storage = tensor.untyped_storage()
+    return int(storage._cdata if storage.device.type == "meta" else storage.data_ptr())
+
+
 def is_shard(item: object) -> TypeGuard[Shard]:
     """True for a ``ShardedTensor``; False for sharded objects (extra states) and plain values."""
     return all(hasattr(item, name) for name in ("key", "data", "local_shape", "global_offset", "prepend_axis_num"))
@@ -178,7 +184,7 @@ def read_layout(
                 shard.key,
                 tuple(sent.shape),
                 str(sent.dtype).removeprefix("torch."),
-                storages.setdefault(sent.untyped_storage().data_ptr(), len(storages)),
+                storages.setdefault(memory_of(sent), len(storages)),
                 sent.storage_offset(),
                 tuple(sent.stride()),
             )

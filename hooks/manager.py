@@ -22,6 +22,7 @@ BUILTINS = (
     "weightlink.plugins.demo",
     "weightlink.plugins.megatron",
     "weightlink.plugins.sglang",
+    "weightlink.plugins.simulate",
     "weightlink.plugins.transports",
 )
 

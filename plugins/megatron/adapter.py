@@ -14,6 +14,7 @@ from weightlink.converters.megatron import (
     METADATA,
     Shard,
     Source,
+    memory_of,
     read_layout,
     require_same_rotation,
     sizes_of,
@@ -145,9 +146,9 @@ class MegatronAdapter:
             exclude=exclude,
         )
         # After the read: a router's bias is rebound to fp32 while Megatron builds the sharded dict.
-        resident = {t.untyped_storage().data_ptr() for t in self._resident()}
+        resident = {memory_of(t) for t in self._resident()}
         for param, source in zip(layout.params, sources, strict=True):
-            if source.live.untyped_storage().data_ptr() not in resident:
+            if memory_of(source.live) not in resident:
                 raise LayoutError(
                     "Megatron's sharded entry is a copy, which would never show a later optimizer step",
                     tensor=param.name,

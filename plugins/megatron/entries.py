@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from weightlink.converters.megatron import Shard, shards_of
+from weightlink.converters.megatron import Shard, memory_of, shards_of
 
 
 def entries(state: Mapping[str, Any]) -> list[Shard]:
@@ -50,7 +50,7 @@ def _built(item: Any) -> Iterator[Shard]:
 
 
 def _same_memory(data: torch.Tensor | None, live: torch.Tensor) -> bool:
-    return data is not None and data.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
+    return data is not None and memory_of(data) == memory_of(live)
 
 
 def _view(live: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     vocab_multiple: int = 8,
     max_sequence_length: int = 512,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """This rank's model chunks. ``torch.distributed`` must be initialised; Megatron's groups are made here.
 
@@ -35,6 +37,7 @@ def build_model(
         Megatron's attention for CPUs refuses to be built for more than one
     :param grouped: legacy grouped experts
     :param vocab_multiple: the vocabulary is padded to a multiple of this times ``tp``
+    :param options: further fields of Megatron's ``TransformerConfig``
     """
     install_cpu_patches()
     from megatron.core import parallel_state
@@ -62,6 +65,7 @@ def build_model(
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         **(grouped_options() if grouped else {}),
+        **(options or {}),
     )
     hf = text_of(hf)
     padded = -(-hf["vocab_size"] // (vocab_multiple * tp)) * vocab_multiple * tp

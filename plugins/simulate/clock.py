@@ -1,0 +1,185 @@
+"""The time of an update on given links, by events: no byte is moved.
+
+Every rank goes through its buckets in the order of the rounds, with two in flight per direction and engine, as senders
+and receivers do. A bucket is packed, starts when both ends have a place, shares its sender's and its receiver's links
+with what else is on them at that moment, and is unpacked. Ranks are machines' devices in order, trainers first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from weightlink.hooks.geometry import Int64
+from weightlink.plan import Plan
+
+IN_FLIGHT = 2
+Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True):
+    """What moves bytes.
+
+    :param intra: bytes per second and direction of a device within its machine
+    :param inter: bytes per second and direction of a device to other machines
+    :param copy: bytes per second of packing, and of unpacking, on a device
+    :param latency: seconds before a message's first byte
+    :param per_node: devices of one machine
+    """
+
+    intra: float = 300e9
+    inter: float = 50e9
+    copy: float = 1000e9
+    latency: float = 20e-6
+    per_node: int = 8
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of every bucket in seconds, with its ranks (engine ranks numbered after the trainers)."""
+
+    src: Int64
+    dst: Int64
+    nbytes: Int64
+    local: Bools
+    start: Floats
+    end: Floats
+    ranks: int
+    trainers: int
+
+    @property
+    def seconds(self) -> float:
+        """From the first bucket's packing to the last one's unpacking."""
+        return float(self.end.max(initial=0.0))
+
+
+def buckets_of(plan: Plan) -> tuple[Int64, Int64, Int64, Int64]:
+    """Source, destination, bytes and engine of all buckets, in the order of the rounds. A trainer rank serves its
+    engines at the same time, each in an order of its own."""
+    src, dst, nbytes, turn, number = [], [], [], [], []
+    base = plan.trainers
+    for which, engine in enumerate(plan.engines):
+        src.append(engine.bucket_src)
+        dst.append(engine.bucket_dst + base)
+        nbytes.append(engine.bucket_bytes)
+        turn.append(engine.bucket_round)
+        number.append(np.full(len(engine.bucket_src), which, np.int64))
+        base += engine.world
+    joined = [np.concatenate([np.zeros(0, np.int64), *parts]) for parts in (src, dst, nbytes, turn, number)]
+    order = np.lexsort((joined[4], joined[3]))
+    return joined[0][order], joined[1][order], joined[2][order], joined[4][order]
+
+
+def lower_bound(plan: Plan, links: Links) -> float:
+    """Seconds below which no schedule of these bytes gets: the busiest link of any rank, at full speed."""
+    src, dst, nbytes, _ = buckets_of(plan)
+    local = src // links.per_node == dst // links.per_node
+    ranks = plan.trainers + sum(engine.world for engine in plan.engines)
+    worst = 0.0
+    for where in (src, dst):
+        for mask, speed in ((local, links.intra), (~local, links.inter)):
+            worst = max(worst, float(np.bincount(where[mask], nbytes[mask], ranks).max(initial=0.0)) / speed)
+    return worst
+
+
+def run(plan: Plan, links: Links, advance: Callable[[int], None] = lambda done: None) -> Timeline:
+    """Play the plan.
+
+    :param advance: called now and then with the number of buckets that are done
+    """
+    src, dst, nbytes, engine = buckets_of(plan)
+    ranks = plan.trainers + sum(engine.world for engine in plan.engines)
+    local = src // links.per_node == dst // links.per_node
+    clock = _Clock(src, dst, nbytes, local, ranks, links, engine * ranks + src)
+    clock.play(advance)
+    return Timeline(src, dst, nbytes, local, np.array(clock.start), np.array(clock.end), ranks, plan.trainers)
+
+
+class _Clock:
+    """Buckets between events. A link is a rank and a direction and, of these, within the machine or to others."""
+
+    def __init__(
+        self, src: Int64, dst: Int64, nbytes: Int64, local: Bools, ranks: int, links: Links, leg: Int64
+    ) -> None:
+        self.links = links
+        total = len(src)
+        self.left = nbytes.astype(float).tolist()
+        self.size = nbytes.astype(float).tolist()
+        self.out = (2 * src + local).tolist()
+        self.into = (2 * (dst + ranks) + local).tolist()
+        self.speed = np.where(local, links.intra, links.inter).tolist()
+        # The buckets of one side: of a receiver, or of a sender for one engine.
+        self.sender, self.receiver = leg.tolist(), (dst + int(leg.max(initial=0)) + 1).tolist()
+        sides = max(self.receiver, default=-1) + 1
+        self.queue: list[list[int]] = [[] for _ in range(sides)]
+        for n in range(total):
+            self.queue[self.sender[n]].append(n)
+            self.queue[self.receiver[n]].append(n)
+        self.next, self.busy = [0] * sides, [0] * sides
+        self.open = [0] * total  # places taken at its ends
+        self.start, self.end = [0.0] * total, [0.0] * total
+        self.on: list[set[int]] = [set() for _ in range(4 * ranks)]
+        self.since, self.rate, self.stamp = [0.0] * total, [0.0] * total, [0] * total
+        self.events: list[tuple[float, int, int, int]] = []
+
+    def play(self, advance: Callable[[int], None]) -> None:
+        """All of it."""
+        for side in range(len(self.queue)):
+            self._admit(side, 0.0)
+        done = 0
+        while self.events:
+            now, n, kind, stamp = heapq.heappop(self.events)
+            if kind == 0:
+                self._join(n, now)
+            elif kind == 1:
+                if stamp == self.stamp[n]:
+                    self._leave(n, now)
+            else:
+                self.end[n] = now
+                self._release(self.receiver[n], now)
+                done += 1
+                if done % 1000 == 0:
+                    advance(done)
+        advance(done)
+
+    def _admit(self, side: int, now: float) -> None:
+        queue = self.queue[side]
+        while self.busy[side] < IN_FLIGHT and self.next[side] < len(queue):
+            n = queue[self.next[side]]
+            self.next[side] += 1
+            self.busy[side] += 1
+            self.open[n] += 1
+            if self.open[n] == 2:
+                self.start[n] = now
+                heapq.heappush(self.events, (now + self.links.latency + self.size[n] / self.links.copy, n, 0, 0))
+
+    def _release(self, side: int, now: float) -> None:
+        self.busy[side] -= 1
+        self._admit(side, now)
+
+    def _join(self, n: int, now: float) -> None:
+        self.since[n] = now
+        touched = self.on[self.out[n]] | self.on[self.into[n]] | {n}
+        self.on[self.out[n]].add(n)
+        self.on[self.into[n]].add(n)
+        self._share(touched, now)
+
+    def _leave(self, n: int, now: float) -> None:
+        self.on[self.out[n]].discard(n)
+        self.on[self.into[n]].discard(n)
+        heapq.heappush(self.events, (now + self.size[n] / self.links.copy, n, 2, 0))
+        self._share(self.on[self.out[n]] | self.on[self.into[n]], now)
+        self._release(self.sender[n], now)
+
+    def _share(self, buckets: set[int], now: float) -> None:
+        """New rates: a link's speed is shared out equally among what is on it."""
+        for n in buckets:
+            self.left[n] -= self.rate[n] * (now - self.since[n])
+            self.since[n] = now
+            self.rate[n] = self.speed[n] / max(len(self.on[self.out[n]]), len(self.on[self.into[n]]))
+            self.stamp[n] += 1
+            heapq.heappush(self.events, (now + max(0.0, self.left[n]) / self.rate[n], n, 1, self.stamp[n]))
