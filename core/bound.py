@@ -35,20 +35,25 @@ class Checksum:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        odd = np.random.Generator(np.random.PCG64(0x5745)).integers(0, 1 << 63, rows + ROW, np.int64) | 1
-        self._keys = torch.from_numpy(odd).to(device)
+        # The same numbers on every rank, however many of them it needs.
+        self._of_rows = _odd(0x5745, rows).to(device)
+        self._of_bytes = _odd(0x574C, ROW).to(device)
 
     def __call__(self, words: torch.Tensor, rest: torch.Tensor, row: int, out: torch.Tensor) -> None:
-        """Of one message, added to nothing.
+        """Of one message.
 
         :param words: its whole rows as int64, ``[rows, ROW / 8]``
         :param rest: the bytes after them
         :param row: position in the bucket of its first row
-        :param out: int64 scalar
+        :param out: int64 scalar that is overwritten
         """
-        torch.sum(words.sum(1) * self._keys[row : row + len(words)], 0, out=out)
+        torch.sum(words.sum(1) * self._of_rows[row : row + len(words)], 0, out=out)
         if rest.numel():
-            out += (rest.to(torch.int64) * self._keys[-ROW:][: rest.numel()]).sum()
+            out += (rest.to(torch.int64) * self._of_bytes[: rest.numel()]).sum()
+
+
+def _odd(seed: int, count: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).integers(0, 1 << 63, count, np.int64) | 1)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import weightlink.bound
-from weightlink.bound import MOST_ROUNDS, ROW, Ring
+from weightlink.bound import MOST_ROUNDS, ROW, Checksum, Message, Ring
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import TransferError
 from weightlink.hooks.geometry import Fills, Layout
@@ -148,6 +148,20 @@ def test_one_end_may_stage_what_the_other_has_in_place(messages: int, which: str
 
     case = Staged(shape(DIMS, 2, 2))
     case.push(3)
+    case.require_arrival()
+
+
+def test_ranks_whose_largest_buckets_differ_have_the_same_checksums() -> None:
+    """The checksum of a bucket does not depend on what else its sender or its receiver has to do."""
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(0, 256, (5 * ROW + 77,), dtype=torch.uint8, generator=generator)
+    sums = torch.zeros(3, dtype=torch.int64)
+    for n, rows in enumerate((6, 7, 1000)):
+        Message(0, 0, data).check(Checksum(rows, CPU), sums[n])
+    assert len(set(sums.tolist())) == 1
+    case = Case(shape(DIMS, 3, 2))
+    assert len({int(case.program(rank, True).buckets.nbytes.max()) for rank in range(3)}) > 1
+    case.push(11)
     case.require_arrival()
 
 
