@@ -20,7 +20,7 @@ def bench(*arguments: str, folder: Path) -> dict[str, Any]:
     """Runs the command as a user does; what it wrote as JSON."""
     out = folder / "bench.json"
     command = [sys.executable, "-m", "weightlink.cli", "bench", *arguments, "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(out.read_text())
     return report
@@ -45,12 +45,25 @@ def test_the_wire_bench_measures_every_case(tmp_path: Path) -> None:
     assert [row["runs"] for row in report["results"]] == [2] * 4
 
 
+def test_the_memory_bench_counts_what_is_beyond_the_weights(tmp_path: Path) -> None:
+    report = bench("memory", "--size", "0.05", "--runs", "3", folder=tmp_path)
+    require_form(report, "memory", [("steady", "")])
+    assert report["results"][0]["reference"] == 2
+
+
+@pytest.mark.server
+def test_the_overhead_bench_pushes_to_a_real_server(tmp_path: Path) -> None:
+    report = bench("overhead", "--runs", "2", folder=tmp_path)
+    require_form(report, "overhead", [("cached", "2+2")])
+    assert report["results"][0]["detail"]["bytes"] > 0
+
+
 @pytest.mark.parametrize("arguments", [["none"], ["wire", "--case", "none"]])
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "weightlink.cli", "bench", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "expected: " + ("wire" if len(arguments) == 1 else "large, mixed") in done.stderr
+    assert "expected: " + ("wire, " if len(arguments) == 1 else "large, mixed") in done.stderr
 
 
 def test_a_higher_ratio_is_better_in_both_units() -> None:

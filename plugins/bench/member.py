@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -52,12 +53,18 @@ class Member:
             wire=setup.wire, deadline=deadline,
         )  # fmt: skip
         handshake(self._channel, program, _CPU, deadline)
+        self._held = _resident("VmRSS")
         self._side: Sender | Receiver
         if self._sends:
             self._side = Sender(program, setup.wire, _CPU)
         else:
             self._side = Receiver(program, layout.fills, setup.wire, _CPU)
-        sizes = program.buckets.nbytes
+        self._flows: list[_Flow] = []
+        if setup.bare:
+            self._join_bare(program, deadline)
+
+    def _join_bare(self, program: Program, deadline: Deadline) -> None:
+        setup, sizes = self._setup, program.buckets.nbytes
         self._flows = [
             _Flow(peer, torch.full((int(sizes[program.buckets.peer == peer].sum()),), setup.rank, dtype=torch.uint8))
             for peer in program.peers()
@@ -72,6 +79,8 @@ class Member:
     def wire(self, command: talk.Wire) -> talk.Done:
         """One update as trainer and engine ranks run it, from the barrier before to the barrier after, checked."""
         deadline = Deadline.after(self._setup.timeout)
+        if command.memory:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         self._channel.barrier("the update's start", deadline)
         started, used = time.perf_counter(), _cpu_seconds()
         moved = self._side.run(self._tensors, self._channel, command.update, deadline)
@@ -79,7 +88,8 @@ class Member:
         if isinstance(self._side, Receiver):
             self._side.check()
         seconds = time.perf_counter() - started
-        return talk.Done(seconds, moved.bytes, moved.apply, _cpu_seconds() - used)
+        extra = _resident("VmHWM") - self._held if command.memory else 0
+        return talk.Done(seconds, moved.bytes, moved.apply, _cpu_seconds() - used, extra)
 
     def raw(self, command: talk.Raw) -> talk.Done:
         """The same bytes between the same pairs by ``isend`` and ``irecv`` on flat memory."""
@@ -150,7 +160,8 @@ class Member:
     def close(self) -> None:
         """Leave the groups."""
         self._channel.close()
-        dist.destroy_process_group()
+        if self._setup.bare:
+            dist.destroy_process_group()
 
 
 def _finish(work: dist.Work | None) -> None:
@@ -179,6 +190,15 @@ def _cycle(numbers: torch.Tensor) -> None:
     whole = numbers.numel() // len(pattern) * len(pattern)
     numbers[:whole].view(-1, len(pattern)).copy_(pattern)
     numbers[whole:].copy_(pattern[: numbers.numel() - whole])
+
+
+def _resident(which: str) -> int:
+    """Bytes of this process in memory, now (``VmRSS``) or at most (``VmHWM``)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == which:
+            return int(value.split()[0]) * 1024
+    raise ConfigError(f"/proc/self/status has no {which}")
 
 
 def _cpu_seconds() -> float:

@@ -13,6 +13,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     :param rank: group rank; the first ``trainers`` ranks send
     :param layout: this rank's packed :class:`~weightlink.hooks.geometry.Layout`
     :param program: this rank's packed :class:`~weightlink.program.Program`
+    :param bare: allocate what the bare reference needs, too
     """
 
     rank: int
@@ -25,12 +26,17 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     program: bytes
     wire: WireSettings
     timeout: float
+    bare: bool = True
 
 
 class Wire(msgspec.Struct, frozen=True, tag=True):
-    """Send or receive one full update with weightlink, checked."""
+    """Send or receive one full update with weightlink, checked.
+
+    :param memory: watch this process's memory, too
+    """
 
     update: str
+    memory: bool = False
 
 
 class Raw(msgspec.Struct, frozen=True, tag=True):
@@ -47,12 +53,14 @@ class Raw(msgspec.Struct, frozen=True, tag=True):
 
 class Done(msgspec.Struct, frozen=True, tag=True):
     """Carried out. ``seconds`` from one barrier of all members to the next, ``apply`` of it in packing or unpacking,
-    ``cpu`` of it on a core, in all threads of the process."""
+    ``cpu`` of it on a core, in all threads of the process, ``extra`` the most bytes that the process held meanwhile
+    beyond what it held when it was set up."""
 
     seconds: float = 0.0
     bytes: int = 0
     apply: float = 0.0
     cpu: float = 0.0
+    extra: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

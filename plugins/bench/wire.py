@@ -7,19 +7,21 @@ messages of the size that is fastest here. Where tensors must be packed it copie
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import statistics
+from collections.abc import Iterator
 
 import msgspec
 from rich.console import Console
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import ErrorInfo
 from weightlink.hooks.settings import WireSettings
-from weightlink.plan import EngineLayouts, build_plan
+from weightlink.plan import EngineLayouts, Plan, build_plan
 from weightlink.plugins.bench import talk
 from weightlink.plugins.bench.members import Members
 from weightlink.plugins.bench.results import Case, Options
-from weightlink.plugins.bench.shapes import LARGE, MIXED, shape
+from weightlink.plugins.bench.shapes import LARGE, MIXED, Dims, shape
 from weightlink.rendezvous import Rendezvous, new_key
 
 CASES = {
@@ -53,39 +55,46 @@ def wire_settings(options: Options) -> WireSettings:
     return WireSettings(max_peers=options.max_peers or UNBOUNDED)
 
 
-def _case(name: str, trainers: int, engines: int, options: Options, console: Console, deadline: Deadline) -> Case:
-    made = shape(_DIMS[name].scaled(options.size), trainers, engines)
-    plan = build_plan(made.trainers, [EngineLayouts("engine", made.engines)], wire_settings(options))
+@contextlib.contextmanager
+def group(
+    dims: Dims, trainers: int, engines: int, wire: WireSettings, deadline: Deadline, *, bare: bool = True
+) -> Iterator[tuple[Plan, Members[talk.Done]]]:
+    """Processes of a trainer and an engine of that shape, with their weights, connected by one plan."""
+    made = shape(dims, trainers, engines)
+    plan = build_plan(made.trainers, [EngineLayouts("engine", made.engines)], wire)
     programs = [plan.send_program(0, rank) for rank in range(trainers)]
     programs += [plan.receive_program(0, rank) for rank in range(engines)]
     layouts = [*made.trainers, *made.engines]
     world = trainers + engines
-    variant = f"{trainers}+{engines}"
-    console.print(
-        f"{name} {variant}: {plan.total_bytes / 1e9:.2f} GB, {len(plan.manifest)} tensors,"
-        f" {len(plan.engines[0].bucket_bytes)} buckets in {plan.engines[0].rounds} rounds",
-        style="dim",
-        highlight=False,
-    )
     meeting = Rendezvous.listen(HOST, deadline)
     try:
         with Members("weightlink.plugins.bench.member", world, _decode) as members:
-            key = new_key()
-            members.ask(
-                [
-                    talk.line(
-                        talk.Setup(
-                            rank, world, trainers, HOST, meeting.port, key, layout.pack(), program.pack(), plan.wire,
-                            deadline.remaining(),
-                        )
-                    )
-                    for rank, (layout, program) in enumerate(zip(layouts, programs, strict=True))
-                ],
-                deadline,
-            )  # fmt: skip
-            return _turns(name, variant, members, world, options.runs or RUNS, deadline)
+            key, port, left = new_key(), meeting.port, deadline.remaining()
+            setups = [
+                talk.Setup(
+                    rank, world, trainers, HOST, port, key, layout.pack(), program.pack(), plan.wire, left, bare
+                )
+                for rank, (layout, program) in enumerate(zip(layouts, programs, strict=True))
+            ]  # fmt: skip
+            members.ask([talk.line(setup) for setup in setups], deadline)
+            yield plan, members
     finally:
         meeting.close()
+
+
+def _case(name: str, trainers: int, engines: int, options: Options, console: Console, deadline: Deadline) -> Case:
+    variant = f"{trainers}+{engines}"
+    with group(_DIMS[name].scaled(options.size), trainers, engines, wire_settings(options), deadline) as (
+        plan,
+        members,
+    ):
+        console.print(
+            f"{name} {variant}: {plan.total_bytes / 1e9:.2f} GB, {len(plan.manifest)} tensors,"
+            f" {len(plan.engines[0].bucket_bytes)} buckets in {plan.engines[0].rounds} rounds",
+            style="dim",
+            highlight=False,
+        )
+        return _turns(name, variant, members, trainers + engines, options.runs or RUNS, deadline)
 
 
 def _turns(name: str, variant: str, members: Members[talk.Done], world: int, runs: int, deadline: Deadline) -> Case:

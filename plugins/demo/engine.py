@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,13 @@ def free_port() -> int:
 
 
 class Engine:
-    """One server. Starting returns at once; :meth:`wait_up` waits. ``token`` is what trainers must show."""
+    """One server. Starting returns at once; :meth:`wait_up` waits. ``token`` is what trainers must show.
 
-    def __init__(self, checkpoint: Path, folder: Path) -> None:
+    :param tp: tensor-parallel ranks
+    :param flags: more of SGLang's flags
+    """
+
+    def __init__(self, checkpoint: Path, folder: Path, *, tp: int = 1, flags: Sequence[str] = ()) -> None:
         require_platform()
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -63,13 +68,16 @@ class Engine:
         # Another SGLang's settings in the user's shell are not this server's.
         env = {name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTLINK_", "SGLANG_"))}
         env |= {"SGLANG_PLATFORM": PLATFORM, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if tp > 1:  # SGLang wants a list of cores per rank, and refuses more ranks than NUMA nodes otherwise
+            cores = sorted(os.sched_getaffinity(0))
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[n % len(cores)]) for n in range(tp))
         self._sockets = folder / "tmp"  # SGLang's sockets, which it leaves behind
         self._sockets.mkdir()
         env["TMPDIR"] = str(self._sockets)
         self._process = start(
             [
                 *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)),
-                *("--host", "127.0.0.1", "--port", str(port), *FLAGS),
+                *("--host", "127.0.0.1", "--port", str(port), "--tp-size", str(tp), *FLAGS, *flags),
                 *("--weightlink-token-file", str(self._token_file)),
             ],
             env=env,
@@ -94,6 +102,9 @@ class Engine:
             time.sleep(0.2)
 
     def _ask(self, method: str, path: str, deadline: Deadline, body: object = None) -> Any:
+        return self._send(method, path, deadline, body).json()
+
+    def _send(self, method: str, path: str, deadline: Deadline, body: object = None) -> httpx.Response:
         try:
             response = self._http.request(method, path, json=body, timeout=deadline.check(f"the engine's {path}"))
         except httpx.HTTPError as error:
@@ -102,7 +113,13 @@ class Engine:
             raise EngineUnavailable(
                 f"{path} answered HTTP {response.status_code}", rank=self.url, found=response.text[:300]
             )
-        return response.json()
+        return response
+
+    def pause_flush_continue(self, deadline: Deadline) -> None:
+        """What SGLang itself does around any update, by its own routes."""
+        self._send("POST", "/pause_generation", deadline, {"mode": "retract"})
+        self._send("POST", "/flush_cache", deadline)
+        self._send("POST", "/continue_generation", deadline, {"torch_empty_cache": False})
 
     def complete(self, prompt: str, tokens: int, deadline: Deadline) -> str:
         """The greedy continuation of ``prompt``, at most ``tokens`` long."""
