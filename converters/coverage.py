@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from weightlink.converters.boxes import Boxes, overlaps
 from weightlink.hooks.errors import CoverageError, LayoutError
-from weightlink.hooks.geometry import DIMS, ITEMSIZE, Int64, Layout, ParamSpec, TensorSpec, pad
+from weightlink.hooks.geometry import DIMS, ITEMSIZE, Int64, Layout, ParamSpec, pad
 
 #: Largest parameter, in elements, whose coverage is counted element by element when its views are not boxes.
 COUNT_LIMIT = 1 << 27
@@ -49,22 +49,18 @@ class Violations:
         )
 
 
-def prove_sources(manifest: Sequence[TensorSpec], boxes: Boxes, ranks: Sequence[str], found: Violations) -> None:
-    """Unique source boxes must tile every canonical tensor: nothing missing, nothing held twice but differently.
-
-    :param boxes: all trainers' boxes, grouped by manifest position
-    :param ranks: who holds each box
-    """
-    first, _ = boxes.unique()
-    whole = boxes.take(first)
-    _prove_tiling(
-        whole,
-        np.array([int(np.prod(t.shape, dtype=np.int64)) for t in manifest], np.int64),
-        name=lambda t: manifest[t].name,
-        rank=lambda box: ranks[int(first[box])],
-        nobody="no trainer rank",
-        found=found,
-    )
+def prove_single_memory(layout: Layout, found: Violations) -> None:
+    """A box that a rank gives twice must be one piece of memory both times (tied weights are)."""
+    r = layout.regions
+    boxes = Boxes(r.tensor.astype(np.int64), r.lo, r.size, r.step)
+    storage = np.array([(p.storage, p.start) for p in layout.params] or [(0, 0)], np.int64)[r.param]
+    first, box = boxes.unique()
+    other = first[box]
+    same = (storage == storage[other]).all(axis=1) & (r.offset == r.offset[other])
+    for row in np.flatnonzero(~same):
+        names = [layout.params[int(r.param[n])].name for n in (other[row], row)]
+        tensor = layout.tensors[int(r.tensor[row])].name
+        found.add(tensor, layout.rank, f"given twice, by {names[0]} and by {names[1]}")
 
 
 def prove_reads(layout: Layout, found: Violations) -> None:
@@ -94,7 +90,7 @@ def _within_elements(spec: ParamSpec, offset: int, size: Int64, stride: Int64) -
     return bool(np.lib.stride_tricks.as_strided(own[offset:], size.tolist(), stride.tolist()).all())
 
 
-def _prove_tiling(
+def prove_tiling(
     boxes: Boxes,
     volume: Int64,
     *,
@@ -200,7 +196,7 @@ def prove_destination(
     expected = volume.copy()
     for number in [*owned_now, *counted, *loaded]:
         expected[number] = 0
-    _prove_tiling(
+    prove_tiling(
         boxes.take(rows),
         expected,
         name=lambda p: params[p].name,

@@ -179,7 +179,9 @@ def encode_layout(layout: Layout, names: Collection[str], encoding: Encoding) ->
                     ParamSpec(f"{part.spec.name} from {begin}", extent, part.spec.dtype, next(storage), 0, stride)
                 )
             jobs.append(_Job(spec, lo, size, tuple(pieces), tuple(mine)))
-    encoded = Layout(layout.rank, tuple(tensors), tuple(params), Regions.concat([kept, regions.build()]))
+    encoded = Layout(
+        layout.rank, tuple(tensors), tuple(params), Regions.concat([kept, regions.build()]), host=layout.host
+    )
     encoded.validate()
     return Encoded(encoded, encoding, layout, jobs)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,11 +16,12 @@ from weightlink.converters.megatron import require_one_parameter
 from weightlink.encoded import encode, names_to_encode, require_encoder, require_one_format, require_taken
 from weightlink.hooks import messages as m
 from weightlink.hooks.errors import ConfigError, EngineUnavailable, ErrorInfo, PlanMismatch
-from weightlink.hooks.geometry import Layout, TensorSpec
-from weightlink.plan import EngineLayouts, Plan, build_plan, merge_manifest
-from weightlink.program import Program, manifest_digest, verify_local
+from weightlink.hooks.geometry import Layout
+from weightlink.plan import EngineLayouts, Plan, make_plan, owned_names, survey_of
+from weightlink.program import Program, verify_local
 from weightlink.rendezvous import connect, local_address_towards, new_key
 from weightlink.report import EngineLink
+from weightlink.survey import Survey, merge_manifest
 from weightlink.wire import Sender, handshake
 
 if TYPE_CHECKING:
@@ -33,14 +35,12 @@ if TYPE_CHECKING:
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others of a plan."""
+    """What rank 0 tells the others of a plan: what it follows from."""
 
-    manifest: tuple[TensorSpec, ...]
-    digest: str
+    survey: bytes
+    names: tuple[str, ...]
     seconds: float
-    sent: tuple[int, ...]
     keys: tuple[str, ...]
-    worlds: tuple[int, ...]
     engines: tuple[EngineLink, ...]
     encoded: tuple[str, ...] = ()
 
@@ -63,13 +63,11 @@ class Attachment:
     """A proven plan and its formed groups, for one epoch."""
 
     epoch: int
-    digest: str
+    plan: Plan
     legs: list[Leg]
     plan_seconds: float
-    sent: tuple[int, ...]
     contexts: tuple[m.EngineContext, ...]
     engines: tuple[EngineLink, ...]
-    plan: Plan | None = None
     encoded: Encoded | None = None
     used: frozenset[int] = frozenset()
 
@@ -107,48 +105,40 @@ def attach(
     )
     contexts = _contexts_decoder.decode(data)
     layout = group.together(
-        lambda: adapter.layout(contexts[0], settings.family, settings.exclude), deadline, "every trainer rank's layout"
+        lambda: replace(adapter.layout(contexts[0], settings.family, settings.exclude), host=platform.node()),
+        deadline,
+        "every trainer rank's layout",
     )
     packed = group.gather(layout.pack(), deadline, "every trainer rank's layout")
     made: list[Plan] = []
 
     def make() -> bytes:
         started = time.monotonic()
-        layouts = [Layout.unpack(p) for p in packed]
-        plan, encoded = _plan(layouts, contexts, clients, adapter, settings, plugins, deadline)
-        made.append(plan)
+        plain = [Layout.unpack(p) for p in packed]
+        layouts, engines, encoded = _layouts(plain, contexts, clients, adapter, settings, plugins, deadline)
+        survey = survey_of(layouts, engines)
+        names = tuple(e.name for e in engines)
+        made.append(make_plan(survey, settings.wire, names=names, ignore=settings.ignore))
         seconds = time.monotonic() - started
-        keys = tuple(new_key() for _ in clients)
-        _offer(plan, link, epoch, group, clients, keys, settings.engine_owned, deadline)
-        worlds = tuple(e.world for e in plan.engines)
-        sent = tuple(plan.sent_bytes.tolist()) + (0,) * (group.size - len(plan.sent_bytes))
-        engines = tuple(
-            EngineLink(name=e.name, owned=e.owned, opaque=e.opaque, staged=e.staged_bytes) for e in plan.engines
-        )
-        head = _Head(plan.manifest, plan.digest, seconds, sent, keys, worlds, engines, encoded)
-        return msgspec.msgpack.encode(head)
+        keys, data = tuple(new_key() for _ in clients), survey.pack()
+        _offer(made[0], data, link, epoch, group, clients, keys, settings.engine_owned, deadline)
+        return msgspec.msgpack.encode(_Head(data, names, seconds, keys, tuple(map(_engine_link, engines)), encoded))
 
     head = _head.decode(group.lead(make, deadline, "the plan"))
-    plan = made[0] if made else None
-    parts: list[bytes] = []
-    if plan is not None:
-        parts = [
-            msgspec.msgpack.encode([plan.send_program(e, rank).pack() for e in range(len(plan.engines))])
-            for rank in range(group.size)
-        ]
-    programs = [Program.unpack(p) for p in _parts.decode(group.scatter(parts, deadline, "this rank's program"))]
-    encoded = group.together(
-        lambda: encode(layout, head.encoded, contexts[0], plugins), deadline, "every trainer rank's encoded layout"
-    )
-    sent = layout if encoded is None else encoded.layout
-    group.together(
-        lambda: _verify(programs, sent, head, group.name), deadline, "every trainer rank to prove its program"
-    )
+
+    def own() -> tuple[Plan, Encoded | None, list[Program]]:
+        plan = made[0] if made else make_plan(
+            Survey.unpack(head.survey), settings.wire, names=head.names, ignore=settings.ignore
+        )  # fmt: skip
+        encoded = encode(layout, head.encoded, contexts[0], plugins)
+        return plan, encoded, _programs(plan, layout if encoded is None else encoded.layout, group)
+
+    plan, encoded, programs = group.together(own, deadline, "every trainer rank to prove its part of the plan")
 
     legs: list[Leg] = []
 
     def join() -> None:
-        _join(legs, link, epoch, group, adapter, clients, settings, plugins, contexts, head, programs, deadline)
+        _join(legs, link, epoch, group, adapter, clients, settings, plugins, plan, head, programs, deadline)
 
     try:
         group.together(join, deadline, "every rank to join the link's groups")
@@ -157,7 +147,7 @@ def attach(
             leg.close()
         raise
     used = frozenset(int(p) for program in programs for p in program.copies.param)
-    return Attachment(epoch, head.digest, legs, head.seconds, head.sent, contexts, head.engines, plan, encoded, used)
+    return Attachment(epoch, plan, legs, head.seconds, contexts, head.engines, encoded, used)
 
 
 def _contexts(
@@ -228,7 +218,7 @@ def _check_context(name: str, context: m.EngineContext, adapter: TrainingAdapter
             )  # fmt: skip
 
 
-def _plan(
+def _layouts(
     layouts: Sequence[Layout],
     contexts: Sequence[m.EngineContext],
     clients: Sequence[EngineClient],
@@ -236,8 +226,8 @@ def _plan(
     settings: LinkSettings,
     plugins: PluginManager,
     deadline: Deadline,
-) -> tuple[Plan, tuple[str, ...]]:
-    """The plan, and the names of the tensors that are sent in encoded form."""
+) -> tuple[Sequence[Layout], list[EngineLayouts], tuple[str, ...]]:
+    """What is to be planned, and the names of the tensors that are sent in encoded form."""
     if adapter.kind == "megatron":
         require_one_parameter(layouts)
     engines = _observe(layouts, contexts, clients, adapter, settings, deadline)
@@ -248,7 +238,7 @@ def _plan(
         engines = _observe(encoded, contexts, clients, adapter, settings, deadline)
         require_taken(engines, layouts, encoded)
         layouts = encoded
-    return build_plan(layouts, engines, settings.wire, ignore=settings.ignore), names
+    return layouts, engines, names
 
 
 def _observe(
@@ -286,6 +276,7 @@ def _observe(
 
 def _offer(
     plan: Plan,
+    survey: bytes,
     link: str,
     epoch: int,
     group: TrainerGroup,
@@ -311,7 +302,8 @@ def _offer(
             group.size + world,
             plan.wire,
             plan.digest,
-            tuple(plan.receive_program(number, rank).pack() for rank in range(world)),
+            survey,
+            number,
             engine_owned,
         )
         return client.send(request, deadline)
@@ -320,15 +312,20 @@ def _offer(
     raise_failures(failures, "accept the plan")
 
 
-def _verify(programs: Sequence[Program], layout: Layout, head: _Head, rank: str) -> None:
-    """The sender's own proof: the program reads this rank's own regions, of the agreed manifest and plan."""
-    numbers = {spec.name: n for n, spec in enumerate(head.manifest)}
+def _engine_link(engine: EngineLayouts) -> EngineLink:
+    opaque = tuple(dict.fromkeys((o.name, o.reason) for layout in engine.layouts for o in layout.opaque))
+    staged = max((layout.staged_bytes for layout in engine.layouts), default=0)
+    return EngineLink(name=engine.name, owned=owned_names(engine), opaque=opaque, staged=staged)
+
+
+def _programs(plan: Plan, layout: Layout, group: TrainerGroup) -> list[Program]:
+    """This rank's programs, each proven to read this rank's own regions."""
+    numbers = {spec.name: n for n, spec in enumerate(plan.manifest)}
     tensor_of = np.array([numbers[spec.name] for spec in layout.tensors], np.int64)
-    expected = manifest_digest(head.manifest)
+    programs = [plan.send_program(number, group.rank, layout) for number in range(len(plan.engines))]
     for program in programs:
-        if (program.plan_digest, program.manifest_digest) != (head.digest, expected):
-            raise PlanMismatch("the program belongs to another plan", rank=rank)
-        verify_local(program, layout, tensor_of, rank=rank)
+        verify_local(program, layout, tensor_of, rank=group.name)
+    return programs
 
 
 def _join(
@@ -340,7 +337,7 @@ def _join(
     clients: Sequence[EngineClient],
     settings: LinkSettings,
     plugins: PluginManager,
-    contexts: Sequence[m.EngineContext],
+    plan: Plan,
     head: _Head,
     programs: Sequence[Program],
     deadline: Deadline,
@@ -369,7 +366,7 @@ def _join(
                     connect(group.host, group.port, deadline),
                     key=head.keys[number],
                     rank=group.rank,
-                    size=group.size + head.worlds[number],
+                    size=group.size + plan.engines[number].world,
                     host=host,
                     device=adapter.device,
                     wire=settings.wire,
@@ -382,7 +379,7 @@ def _join(
                     channel.abort()
                     channel.close()
                     raise
-                legs.append(Leg(clients[number].name if clients else f"engine {number}", channel, sender))
+                legs.append(Leg(head.names[number], channel, sender))
         except Exception as error:  # noqa: BLE001 - handed to the thread that waits for this one
             errors.append(error)
 
@@ -407,4 +404,3 @@ def _start(work: Callable[[], None]) -> threading.Thread:
 
 _contexts_decoder = msgspec.msgpack.Decoder(tuple[m.EngineContext, ...])
 _head = msgspec.msgpack.Decoder(_Head)
-_parts = msgspec.msgpack.Decoder(list[bytes])

@@ -63,6 +63,7 @@ class TrainerGroup:
         self._call = 0
         self._turn = 0
         self._left = False
+        self._told: list[str] = []
 
     @classmethod
     def form(cls, group: dist.ProcessGroup | None, choose_host: Callable[[], str], deadline: Deadline) -> TrainerGroup:
@@ -114,22 +115,11 @@ class TrainerGroup:
             keys = [f"g{turn}/{rank}" for rank in range(self.size)]
             self._wait(keys, deadline, what)
             answers = [self._store.get(key) for key in keys]
-            for key in keys:
+            # Whoever has answered has heard everything that was told before.
+            for key in keys + self._told:
                 self._store.delete_key(key)
+            self._told = []
             return answers
-
-    def scatter(self, parts: list[bytes], deadline: Deadline, what: str) -> bytes:
-        """This rank's part of rank 0's ``parts``."""
-        turn = self._next()
-        with self._reached(what):
-            if self.rank == 0:
-                for rank, part in enumerate(parts):
-                    self._store.set(f"s{turn}/{rank}", part)
-            key = f"s{turn}/{self.rank}"
-            self._wait([key], deadline, what)
-            data: bytes = self._store.get(key)
-            self._store.delete_key(key)
-            return data
 
     @contextlib.contextmanager
     def _reached(self, what: str) -> Iterator[None]:
@@ -146,7 +136,16 @@ class TrainerGroup:
 
     def broadcast(self, data: bytes, deadline: Deadline, what: str) -> bytes:
         """Rank 0's ``data`` on every rank."""
-        return self.scatter([data] * self.size, deadline, what)
+        turn = self._next()
+        key = f"b{turn}"
+        with self._reached(what):
+            if self.rank == 0:
+                self._store.set(key, data)
+                self._told.append(key)
+                return data
+            self._wait([key], deadline, what)
+            told: bytes = self._store.get(key)
+            return told
 
     def agree(self, error: BaseException | None, deadline: Deadline, what: str, *, mark: str = "") -> None:
         """All ranks go on, or all raise: one rank's own error if only one kind occurred, else a list of them.

@@ -1,42 +1,36 @@
-"""The plan: who sends which regions to whom, in which bucket and round. Pure arithmetic on layouts, in numpy.
+"""The plan: who sends which boxes to whom, in which bucket and round. Pure arithmetic on a survey, in numpy.
 
-Equal source boxes on several trainer ranks are replicas; each piece is taken from the replica that has sent the fewest
-bytes so far. The plan is deterministic: the same layouts give the same plan on every machine.
+A plan is deterministic: from the same survey every rank computes the same one, and binds its own part of it to its own
+memory (:meth:`Plan.send_program`, :meth:`Plan.receive_program`). Nobody needs anybody else's addresses.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
-from weightlink.converters.boxes import Boxes, overlaps, union_volume
-from weightlink.converters.coverage import (
-    Violations,
-    delivered,
-    may_own,
-    prove_destination,
-    prove_reads,
-    prove_sources,
-)
-from weightlink.hooks.errors import LayoutError
-from weightlink.hooks.geometry import CASTABLE, Int64, Layout, Regions, TensorSpec
+from weightlink.balance import choose_senders
+from weightlink.buckets import Packing, pack
+from weightlink.converters.coverage import Violations, delivered, may_own, prove_reads, prove_single_memory
+from weightlink.hooks.errors import LayoutError, PlanMismatch
+from weightlink.hooks.geometry import CASTABLE, DIMS, Int64, Layout, TensorSpec
 from weightlink.hooks.settings import WireSettings
+from weightlink.kinds import Rows, UInt64, hash_rows
+from weightlink.pieces import Pieces, Sources, pieces_of
 from weightlink.program import (
-    ALIGN,
     COVERAGE_REMEDY,
     DTYPE_NUMBER,
-    ITEMSIZES,
+    DTYPES,
     Buckets,
     Copies,
     Program,
-    manifest_digest,
     require_plain,
+    verify_receive,
 )
 from weightlink.schedule import colour_rounds
+from weightlink.survey import Holding, Survey, merge_manifest
 
 
 @dataclass(frozen=True)
@@ -50,37 +44,24 @@ class EngineLayouts:
     declared: tuple[str, ...] = ()
 
 
-@dataclass
+@dataclass(frozen=True)
 class EnginePlan:
-    """All copies into one engine. ``src`` is a trainer rank, ``dst`` an engine rank; ``bucket`` numbers buckets in the
-    order of their rounds. ``owned`` are names that nothing writes, ``opaque`` names and reasons of what goes through
-    the engine's own loader, ``staged_bytes`` the memory that the rank that needs most of it holds for that."""
+    """All buckets into one engine, numbered in the order of their rounds. ``bucket_src`` is a trainer rank,
+    ``bucket_dst`` an engine rank; a bucket that is ``bucket_alone`` holds one large copy."""
 
     name: str
     world: int
-    src: Int64
-    dst: Int64
-    bucket: Int64
-    at: Int64
-    tensor: Int64
-    dtype: Int64
-    lo: Int64
-    size: Int64
-    step: Int64
-    src_param: Int64
-    src_offset: Int64
-    src_stride: Int64
-    dst_param: Int64
-    dst_offset: Int64
-    dst_stride: Int64
+    pieces: Pieces
+    sources: Sources
+    packing: Packing
+    number: Int64  # of each bucket of ``packing``
     bucket_src: Int64
     bucket_dst: Int64
     bucket_round: Int64
     bucket_bytes: Int64
-    bucket_direct: Int64
-    owned: tuple[str, ...] = ()
-    opaque: tuple[tuple[str, str], ...] = ()
-    staged_bytes: int = 0
+    bucket_alone: Int64
+    received: Int64
+    """Wire bytes per engine rank, without alignment."""
 
     @property
     def rounds(self) -> int:
@@ -88,411 +69,330 @@ class EnginePlan:
         return int(self.bucket_round.max(initial=-1)) + 1
 
     @property
-    def nbytes(self) -> Int64:
-        """Wire bytes per copy."""
-        nbytes: Int64 = self.size.prod(axis=1) * ITEMSIZES[self.dtype]
-        return nbytes
+    def copies(self) -> int:
+        """Number of copies."""
+        return len(self.pieces)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """A full update over one trainer and any number of engines."""
+    """A full update over one trainer and any number of engines.
 
-    manifest: tuple[TensorSpec, ...]
-    trainers: int
-    engines: list[EnginePlan]
+    ``sent_bytes`` are wire bytes per trainer rank, all engines together. ``layouts`` are kept by :func:`build_plan`
+    only, which knows those of every rank."""
+
+    survey: Survey
     wire: WireSettings
-    manifest_digest: str = ""
-    digest: str = ""
-    sent_bytes: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    engines: tuple[EnginePlan, ...]
+    sent_bytes: Int64
+    digest: str
+    layouts: tuple[Sequence[Layout], tuple[Sequence[Layout], ...]] | None = None
+
+    @property
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        """The canonical tensors."""
+        return self.survey.manifest
+
+    @property
+    def trainers(self) -> int:
+        """Number of trainer ranks."""
+        return len(self.survey.trainers)
 
     @property
     def total_bytes(self) -> int:
         """Wire bytes of one update, all engines together."""
         return int(self.sent_bytes.sum())
 
-    def send_program(self, engine: int, rank: int) -> Program:
-        """What trainer rank ``rank`` does for engine ``engine``."""
-        e = self.engines[engine]
-        return self._program(e, e.bucket_src == rank, self.trainers + e.bucket_dst, sending=True)
+    def send_program(self, engine: int, rank: int, layout: Layout | None = None) -> Program:
+        """What trainer rank ``rank``, whose layout this is, does for engine ``engine``.
 
-    def receive_program(self, engine: int, rank: int) -> Program:
-        """What rank ``rank`` of engine ``engine`` does."""
+        Raises :class:`LayoutError` where it would have to cast what cannot be cast."""
         e = self.engines[engine]
-        return self._program(e, e.bucket_dst == rank, e.bucket_src, sending=False)
+        own = self._layout(layout, 0, 0, rank)
+        numbers = {spec.name: n for n, spec in enumerate(self.manifest)}
+        tensor_of = np.array([numbers[t.name] for t in own.tensors], np.int64)
+        holding = self.survey.trainers[rank]
+        _require_same(holding, Holding.of(own, tensor_of, holding.host))
+        mine = np.flatnonzero(e.bucket_src == rank)
+        place, copy = self._own(e, mine)
+        row = e.pieces.row[copy]
+        key = e.sources.key[e.pieces.source[e.pieces.piece[row]]]
+        region = _locate(e.sources.rows, rank, e.pieces.tensor[copy], key, np.zeros(len(row), np.int64))
+        program = self._program(e, mine, self.trainers + e.bucket_dst[mine], place, own, region)
+        _check_casts(program.copies, own)
+        return program
 
-    def _program(self, e: EnginePlan, mine: Int64, peer: Int64, *, sending: bool) -> Program:
-        ids = np.flatnonzero(mine)
-        local = np.full(len(mine), -1, np.int64)
-        local[ids] = np.arange(len(ids))
-        rows = np.flatnonzero(mine[e.bucket]) if len(e.bucket) else np.zeros(0, np.int64)
-        param, offset, stride = (
-            (e.src_param, e.src_offset, e.src_stride) if sending else (e.dst_param, e.dst_offset, e.dst_stride)
-        )
+    def receive_program(self, engine: int, rank: int, layout: Layout | None = None) -> Program:
+        """What rank ``rank`` of engine ``engine``, whose layout this is, does."""
+        e = self.engines[engine]
+        own = self._layout(layout, 1, engine, rank)
+        holding = self.survey.engines[engine][rank]
+        _require_same(holding, Holding.of(own, np.arange(len(own.tensors)), holding.host))
+        mine = np.flatnonzero(e.bucket_dst == rank)
+        place, copy = self._own(e, mine)
+        row = e.pieces.row[copy]
+        key = e.pieces.target_key[e.pieces.piece[row]]
+        region = _locate(e.pieces.rows, rank, e.pieces.tensor[copy], key, e.pieces.turn[row])
+        return self._program(e, mine, e.bucket_src[mine], place, own, region)
+
+    def _layout(self, layout: Layout | None, side: int, engine: int, rank: int) -> Layout:
+        if layout is not None:
+            return layout
+        if self.layouts is None:
+            raise PlanMismatch("a plan made from a survey needs the rank's own layout to bind to")
+        return self.layouts[1][engine][rank] if side else self.layouts[0][rank]
+
+    def _own(self, e: EnginePlan, mine: Int64) -> tuple[Int64, Int64]:
+        """The copies of the buckets ``mine`` in the order of these: places in the packing, and numbers."""
+        wanted = np.zeros(len(e.number), bool)
+        wanted[mine] = True
+        number = e.number[e.packing.bucket]
+        place = np.flatnonzero(wanted[number])
+        place = place[np.argsort(number[place], kind="stable")]
+        return place, e.packing.order[place]
+
+    def _program(self, e: EnginePlan, mine: Int64, peer: Int64, place: Int64, own: Layout, region: Int64) -> Program:
+        """Bind copies to this rank's regions; the buckets' copies are direct where its own memory is one run."""
+        copy = e.packing.order[place]
+        piece = e.pieces.piece[e.pieces.row[copy]]
+        lo, size, step, dtype = e.pieces.lo[piece], e.pieces.size[piece], e.pieces.step[piece], e.pieces.dtype[piece]
+        r = own.regions
+        at = (lo - r.lo[region]) // r.step[region]
+        offset = r.offset[region] + (at * r.stride[region]).sum(axis=1)
+        stride = np.where(size > 1, r.stride[region] * (step // r.step[region]), 0)
+        param = r.param[region]
+        bucket = np.searchsorted(mine, e.number[e.packing.bucket[place]])
+        kept = np.array([DTYPE_NUMBER[p.dtype] for p in own.params] or [0], np.int64)[param]
+        direct = (e.bucket_alone[mine[bucket]] == 1) & contiguous(size, stride) & (kept == dtype)
+        is_direct = np.zeros(len(mine), np.int32)
+        is_direct[bucket[direct]] = 1
         copies = Copies(
-            local[e.bucket[rows]].astype(np.int32),
-            e.at[rows],
-            e.tensor[rows].astype(np.int32),
-            param[rows].astype(np.int32),
-            e.dtype[rows].astype(np.int32),
-            e.lo[rows],
-            e.size[rows],
-            e.step[rows],
-            offset[rows],
-            stride[rows],
+            bucket.astype(np.int32),
+            e.packing.at[place],
+            e.pieces.tensor[copy].astype(np.int32),
+            param.astype(np.int32),
+            dtype.astype(np.int32),
+            lo,
+            size,
+            step,
+            offset,
+            stride,
         )
         buckets = Buckets(
-            ids,
-            peer[ids].astype(np.int32),
-            e.bucket_round[ids].astype(np.int32),
-            e.bucket_bytes[ids],
-            e.bucket_direct[ids].astype(np.int32),
+            mine, peer.astype(np.int32), e.bucket_round[mine].astype(np.int32), e.bucket_bytes[mine], is_direct
         )
-        return Program(self.digest, self.manifest_digest, e.rounds, copies, buckets)
+        return Program(self.digest, self.survey.manifest_digest, e.rounds, copies, buckets)
 
 
-def merge_manifest(trainers: Sequence[Layout]) -> tuple[TensorSpec, ...]:
-    """The canonical tensors of all trainer ranks, each once, in order of appearance.
-
-    Raises :class:`LayoutError` when two ranks disagree about a tensor's shape or dtype."""
-    seen: dict[str, tuple[TensorSpec, str]] = {}
-    for layout in trainers:
-        for spec in layout.tensors:
-            known, who = seen.setdefault(spec.name, (spec, layout.rank))
-            if known != spec:
-                raise LayoutError(
-                    "trainer ranks disagree about a tensor",
-                    tensor=spec.name,
-                    rank=f"{who} and {layout.rank}",
-                    expected=f"{known.shape} {known.dtype}",
-                    found=f"{spec.shape} {spec.dtype}",
-                )
-    return tuple(spec for spec, _ in seen.values())
-
-
-def build_plan(
-    trainers: Sequence[Layout], engines: Sequence[EngineLayouts], wire: WireSettings, *, ignore: Sequence[str] = ()
-) -> Plan:
-    """The plan of a full update; raises before any byte moves when coverage cannot be proven on either side.
-
-    :param trainers: one layout per trainer rank
-    :param engines: the engines' layouts over :func:`merge_manifest` of the trainers
-    :param ignore: names, or ``prefix*``, that no engine rank needs to consume
-    """
-    manifest = merge_manifest(trainers)
-    numbers = {spec.name: n for n, spec in enumerate(manifest)}
-    maps = [np.array([numbers[t.name] for t in layout.tensors], np.int64) for layout in trainers]
-    regions = Regions.concat(layout.regions for layout in trainers)
-    rank = np.repeat(np.arange(len(trainers)), [len(layout.regions) for layout in trainers])
-    tensor = np.concatenate([m[t.regions.tensor] for m, t in zip(maps, trainers, strict=True)])
-    sources = Boxes(tensor, regions.lo, regions.size, regions.step)
-    _prove_trainers(manifest, trainers, sources, regions, rank)
-    first, inverse = sources.unique()
-    holders = _holders(inverse, len(first))
-    whole = sources.take(first)
-
-    drafts = [_Draft(engine, manifest, whole) for engine in engines]
-    violations = Violations()
-    for draft in drafts:
-        draft.prove_arrival(violations, ignore)
-    violations.raise_if_any("the trainer's tensors and the engines' do not match", COVERAGE_REMEDY)
-    sent = _assign(drafts, holders, rank)
-    dtypes = [np.array([DTYPE_NUMBER.get(p.dtype, -1) for p in layout.params] or [-1], np.int64) for layout in trainers]
-    plans = [draft.finish(regions, rank, trainers, dtypes, wire) for draft in drafts]
-    plan = Plan(manifest, len(trainers), plans, wire, manifest_digest(manifest), sent_bytes=sent)
-    plan.digest = _digest(plan)
-    for engine, layouts in zip(plan.engines, engines, strict=True):
-        engine.owned = tuple(prove_engine(engine, layouts))
-        engine.opaque = tuple(dict.fromkeys((o.name, o.reason) for t in layouts.layouts for o in t.opaque))
-        engine.staged_bytes = max((t.staged_bytes for t in layouts.layouts), default=0)
-    return plan
-
-
-def prove_engine(plan: EnginePlan, engine: EngineLayouts) -> list[str]:
-    """Every element of every rank's parameters is written once, by a copy or a fill; names of engine-owned ones.
-
-    Raises :class:`CoverageError` listing every missing, doubled or misplaced element range."""
-    found, owned = Violations(), set()
-    for number, layout in enumerate(engine.layouts):
-        rows, fills = np.flatnonzero(plan.dst == number), layout.fills
-        owned.update(
-            prove_destination(
-                layout.params,
-                np.concatenate([plan.dst_param[rows], fills.param.astype(np.int64)]),
-                np.concatenate([plan.dst_offset[rows], fills.offset]),
-                np.concatenate([plan.size[rows], fills.size]),
-                np.concatenate([plan.dst_stride[rows], fills.stride]),
-                rank=f"{engine.name} {layout.rank}",
-                owned=may_own(layout, engine.owns_weights, engine.declared),
-                found=found,
-                delivered=delivered(layout, f"{engine.name} {layout.rank}"),
-            )
-        )
-    found.raise_if_any("the plan does not cover the engine's weights exactly once", COVERAGE_REMEDY)
-    return sorted(owned)
-
-
-def _prove_trainers(
-    manifest: Sequence[TensorSpec], trainers: Sequence[Layout], sources: Boxes, regions: Regions, rank: Int64
-) -> None:
-    found = Violations()
-    names = [layout.rank for layout in trainers]
-    prove_sources(manifest, sources, [names[r] for r in rank], found)
-    for layout in trainers:
-        prove_reads(layout, found)
-    # Equal boxes on different ranks are replicas; twice on one rank they must be one piece of memory.
-    storages = [np.array([(p.storage, p.start) for p in t.params] or [(0, 0)], np.int64) for t in trainers]
-    address = np.array(
-        [storages[r][p].tolist() for r, p in zip(rank.tolist(), regions.param.tolist(), strict=True)], np.int64
-    ).reshape(-1, 2)
-    _, box = sources.unique()
-    order = np.lexsort((rank, box))
-    again = (box[order][1:] == box[order][:-1]) & (rank[order][1:] == rank[order][:-1])
-    for a, b in zip(order[:-1][again], order[1:][again], strict=True):
-        same = (address[a] == address[b]).all() and regions.offset[a] == regions.offset[b]
-        if not same:
-            layout = trainers[int(rank[a])]
-            found.add(
-                manifest[int(sources.group[a])].name,
-                layout.rank,
-                f"given twice, by {layout.params[int(regions.param[a])].name}"
-                f" and by {layout.params[int(regions.param[b])].name}",
-            )
-    found.raise_if_any("the trainer's tensors are not complete", "check the trainer's model and its name rules")
-
-
-def _holders(inverse: Int64, count: int) -> list[Int64]:
-    """Region rows that hold each unique box."""
-    order = np.argsort(inverse, kind="stable")
-    bounds = np.searchsorted(inverse[order], np.arange(count + 1))
-    return [order[bounds[n] : bounds[n + 1]] for n in range(count)]
-
-
-class _Draft:
-    """One engine's copies while the plan is made."""
-
-    def __init__(self, engine: EngineLayouts, manifest: Sequence[TensorSpec], whole: Boxes) -> None:
-        self.engine, self.manifest = engine, manifest
-        for layout in engine.layouts:
-            if tuple(layout.tensors) != tuple(manifest):
-                raise LayoutError(
-                    "a layout was observed over another manifest", rank=f"{engine.name} {layout.rank}",
-                    remedy="connect again",
-                )  # fmt: skip
-            require_plain(layout, f"{engine.name} {layout.rank}")
-            delivered(layout, f"{engine.name} {layout.rank}")  # before the lists of what is missing because of it
-        self.regions = Regions.concat(layout.regions for layout in engine.layouts)
-        self.rank = np.repeat(np.arange(len(engine.layouts)), [len(layout.regions) for layout in engine.layouts])
-        self.boxes = Boxes(self.regions.tensor.astype(np.int64), self.regions.lo, self.regions.size, self.regions.step)
-        pairs = overlaps(whole, self.boxes)
-        order = np.lexsort((pairs.a, pairs.b, self.boxes.group[pairs.b]))
-        self.source, self.target = pairs.a[order], pairs.b[order]
-        self.lo, self.size, self.step = pairs.lo[order], pairs.size[order], pairs.step[order]
-        dtypes = [np.array([DTYPE_NUMBER.get(p.dtype, -1) for p in t.params] or [-1]) for t in engine.layouts]
-        self.dtype = np.array(
-            [dtypes[r][p] for r, p in zip(self.rank.tolist(), self.regions.param.tolist(), strict=True)], np.int64
-        )[self.target]
-        self.chosen = np.zeros(len(self.source), np.int64)
-
-    @property
-    def nbytes(self) -> Int64:
-        nbytes: Int64 = self.size.prod(axis=1) * ITEMSIZES[self.dtype]
-        return nbytes
-
-    def prove_arrival(self, found: Violations, ignore: Sequence[str]) -> None:
-        """Each destination region gets all its elements, and each tensor is consumed, whole."""
-        if (self.dtype < 0).any():
-            bad = int(np.flatnonzero(self.dtype < 0)[0])
-            raise LayoutError(
-                "a parameter has a dtype that cannot travel",
-                tensor=self.manifest[int(self.boxes.group[self.target[bad]])].name,
-                rank=self.engine.name,
-            )
-        arrives = np.zeros(len(self.boxes), np.int64)
-        np.add.at(arrives, self.target, self.size.prod(axis=1))
-        for row in np.flatnonzero(arrives != self.boxes.numel):
-            layout = self.engine.layouts[int(self.rank[row])]
-            found.add(
-                self.manifest[int(self.boxes.group[row])].name,
-                f"{self.engine.name} {layout.rank}",
-                f"{int(arrives[row])} of {int(self.boxes.numel[row])} elements have a source"
-                f" ({layout.params[int(self.regions.param[row])].name})",
-            )
-        consumed = union_volume(self.boxes, len(self.manifest))
-        for number, spec in enumerate(self.manifest):
-            volume = int(np.prod(spec.shape, dtype=np.int64))
-            if consumed[number] < volume and not any(fnmatch.fnmatchcase(spec.name, p) for p in ignore):
-                found.add(
-                    spec.name,
-                    self.engine.name,
-                    f"the engine's loader takes {int(consumed[number])} of {volume} elements; "
-                    "pass ignore=[...] if it may leave them out",
-                )
-
-    def finish(
-        self,
-        sources: Regions,
-        source_rank: Int64,
-        trainers: Sequence[Layout],
-        source_dtypes: Sequence[Int64],
-        wire: WireSettings,
-    ) -> EnginePlan:
-        """Split into pieces of at most one bucket, pack, and colour the rounds."""
-        piece = _split(self.lo, self.size, self.step, ITEMSIZES[self.dtype], wire.bucket_bytes)
-        copy, lo, size, step = piece
-        held, target = self.chosen[copy], self.target[copy]
-        src, dst = source_rank[held], self.rank[target]
-        src_offset, src_stride = _address(sources, held, lo, size, step)
-        dst_offset, dst_stride = _address(self.regions, target, lo, size, step)
-        dtype = self.dtype[copy]
-        src_dtype = np.array(
-            [source_dtypes[r][p] for r, p in zip(src.tolist(), sources.param[held].tolist(), strict=True)], np.int64
-        )
-        self._check_casts(src_dtype, dtype, sources, held, src, trainers)
-        nbytes = size.prod(axis=1) * ITEMSIZES[dtype]
-        direct = (nbytes >= wire.direct_bytes) & (src_dtype == dtype)
-        direct &= _contiguous(size, src_stride) & _contiguous(size, dst_stride)
-        order = np.lexsort((np.arange(len(copy)), direct, dst, src))
-        bucket, at, table = _pack(src[order], dst[order], nbytes[order], direct[order], wire.bucket_bytes)
-        rounds = colour_rounds(table[:, 0], table[:, 1], wire.max_peers)
-        number = np.lexsort((table[:, 1], table[:, 0], rounds))
-        position = np.empty(len(number), np.int64)
-        position[number] = np.arange(len(number))
-        return EnginePlan(
-            self.engine.name,
-            len(self.engine.layouts),
-            src=src[order],
-            dst=dst[order],
-            bucket=position[bucket],
-            at=at,
-            tensor=self.boxes.group[target][order],
-            dtype=dtype[order],
-            lo=lo[order],
-            size=size[order],
-            step=step[order],
-            src_param=sources.param[held][order].astype(np.int64),
-            src_offset=src_offset[order],
-            src_stride=src_stride[order],
-            dst_param=self.regions.param[target][order].astype(np.int64),
-            dst_offset=dst_offset[order],
-            dst_stride=dst_stride[order],
-            bucket_src=table[number, 0],
-            bucket_dst=table[number, 1],
-            bucket_round=rounds[number],
-            bucket_bytes=table[number, 2],
-            bucket_direct=table[number, 3],
+def _require_same(told: Holding, own: Holding) -> None:
+    """The survey must speak of this rank as it is."""
+    same = len(told) == len(own) and all(
+        np.array_equal(getattr(told, name), getattr(own, name)) for name in ("tensor", "dtype", "box")
+    )
+    if not same:
+        raise PlanMismatch(
+            "the plan was made for another layout of this rank",
+            rank=own.rank,
+            expected=f"{len(own)} regions, as observed",
+            found=f"{len(told)} regions of {told.rank}",
+            remedy="connect again",
         )
 
-    def _check_casts(
-        self,
-        src_dtype: Int64,
-        dtype: Int64,
-        sources: Regions,
-        held: Int64,
-        src: Int64,
-        trainers: Sequence[Layout],
-    ) -> None:
-        castable = np.zeros(len(DTYPE_NUMBER) + 1, bool)
-        castable[[DTYPE_NUMBER[name] for name in CASTABLE]] = True  # the last entry stays False: dtype -1 is unknown
-        bad = np.flatnonzero((src_dtype != dtype) & ~(castable[src_dtype] & castable[dtype]))
-        if len(bad):
-            row = int(bad[0])
-            spec = trainers[int(src[row])].params[int(sources.param[held[row]])]
-            names = list(DTYPE_NUMBER)
-            raise LayoutError(
-                "a copy may change the dtype only among fp32, bf16 and fp16",
-                tensor=spec.name,
-                rank=trainers[int(src[row])].rank,
-                expected=names[int(dtype[row])],
-                found=spec.dtype,
-                remedy="quantised engines need an encoder",
-            )
+
+def _locate(rows: Rows, rank: int, tensor: Int64, key: UInt64, turn: Int64) -> Int64:
+    """The rank's regions that are these boxes of these tensors."""
+    first = int(np.searchsorted(rows.rank, rank, side="left"))
+    last = int(np.searchsorted(rows.rank, rank, side="right"))
+    have = hash_rows(rows.key[first:last], rows.tensor[first:last], rows.turn[first:last])
+    order = np.argsort(have, kind="stable")
+    want = hash_rows(key, tensor, turn)
+    found = np.searchsorted(have[order], want)
+    region: Int64 = order[np.minimum(found, max(len(order) - 1, 0))] if len(order) else np.zeros(0, np.int64)
+    if len(want) and (not len(order) or (have[region] != want).any()):
+        raise PlanMismatch("the plan names a box that this rank does not have", rank=str(rank))
+    return region
 
 
-def _assign(drafts: Sequence[_Draft], holders: Sequence[Int64], rank: Int64) -> Int64:
-    """Choose a holder for every copy: those without a choice first, then the largest to the least loaded rank."""
-    load = np.zeros(int(rank.max(initial=-1)) + 1, np.int64)
-    choices: list[tuple[int, int, int]] = []
-    for number, draft in enumerate(drafts):
-        nbytes = draft.nbytes
-        for copy, source in enumerate(draft.source.tolist()):
-            held = holders[source]
-            if len(held) == 1:
-                draft.chosen[copy] = held[0]
-                load[rank[held[0]]] += nbytes[copy]
-            else:
-                choices.append((-int(nbytes[copy]), number, copy))
-    choices.sort()
-    for size, number, copy in choices:
-        held = holders[int(drafts[number].source[copy])]
-        best = held[int(np.argmin(load[rank[held]]))]
-        drafts[number].chosen[copy] = best
-        load[rank[best]] -= size
-    return load
-
-
-def _address(regions: Regions, row: Int64, lo: Int64, size: Int64, step: Int64) -> tuple[Int64, Int64]:
-    """Local offset and stride of a box inside region ``row``."""
-    at = (lo - regions.lo[row]) // regions.step[row]
-    offset = regions.offset[row] + (at * regions.stride[row]).sum(axis=1)
-    stride = np.where(size > 1, regions.stride[row] * (step // regions.step[row]), 0)
-    return offset, stride
-
-
-def _split(lo: Int64, size: Int64, step: Int64, itemsize: Int64, limit: int) -> tuple[Int64, Int64, Int64, Int64]:
-    """Cut boxes above ``limit`` bytes along their outermost dimensions into nearly equal pieces."""
-    copy = np.arange(len(lo))
-    for dim in range(lo.shape[1]):
-        nbytes = size.prod(axis=1) * itemsize[copy]
-        row_bytes = nbytes // np.maximum(size[:, dim], 1)
-        most = np.maximum(limit // np.maximum(row_bytes, 1), 1)
-        parts = np.where(nbytes > limit, -(-size[:, dim] // most), 1)
-        per = -(-size[:, dim] // parts)
-        parts = -(-size[:, dim] // per)
-        repeat = np.repeat(np.arange(len(copy)), parts)
-        k = np.arange(len(repeat)) - np.repeat(np.cumsum(parts) - parts, parts)
-        copy, lo, size, step, per = copy[repeat], lo[repeat], size[repeat], step[repeat], per[repeat]
-        start = k * per
-        lo[:, dim] += start * step[:, dim]
-        size[:, dim] = np.minimum(per, size[:, dim] - start)
-    return copy, lo, size, np.where(size == 1, 1, step)
-
-
-def _contiguous(size: Int64, stride: Int64) -> Int64:
+def contiguous(size: Int64, stride: Int64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which views are one run of memory in canonical order."""
     expected = np.ones(len(size), np.int64)
     ok = np.ones(len(size), bool)
-    for dim in range(size.shape[1] - 1, -1, -1):
+    for dim in range(DIMS - 1, -1, -1):
         ok &= (size[:, dim] == 1) | (stride[:, dim] == expected)
         expected = expected * size[:, dim]
     return ok
 
 
-def _pack(src: Int64, dst: Int64, nbytes: Int64, direct: Int64, limit: int) -> tuple[Int64, Int64, Int64]:
-    """Fill buckets in order. Returns each copy's bucket and byte offset, and the table (src, dst, bytes, direct)."""
-    bucket, at = np.zeros(len(src), np.int64), np.zeros(len(src), np.int64)
-    table: list[list[int]] = []
-    key: tuple[int, int, bool] | None = None
-    used = 0
-    for n, (s, d, size, alone) in enumerate(
-        zip(src.tolist(), dst.tolist(), nbytes.tolist(), direct.tolist(), strict=True)
-    ):
-        start = -(-used // ALIGN) * ALIGN
-        if alone or key != (s, d, alone) or start + size > limit:
-            table.append([s, d, 0, int(alone)])
-            key, start = (s, d, alone), 0
-        bucket[n], at[n], used = len(table) - 1, start, start + size
-        table[-1][2] = used
-    return bucket, at, np.array(table, np.int64).reshape(-1, 4)
+def _check_casts(copies: Copies, own: Layout) -> None:
+    """The sender casts to the receiver's dtype, and only where that loses nothing but precision."""
+    kept = np.array([DTYPE_NUMBER[p.dtype] for p in own.params] or [0], np.int64)[copies.param]
+    castable = np.zeros(len(DTYPES), bool)
+    castable[[DTYPE_NUMBER[name] for name in CASTABLE]] = True
+    bad = np.flatnonzero((kept != copies.dtype) & ~(castable[kept] & castable[copies.dtype]))
+    if len(bad):
+        spec = own.params[int(copies.param[bad[0]])]
+        raise LayoutError(
+            "a copy may change the dtype only among fp32, bf16 and fp16",
+            tensor=spec.name,
+            rank=own.rank,
+            expected=DTYPES[int(copies.dtype[bad[0]])],
+            found=spec.dtype,
+            remedy="quantised engines need an encoder",
+        )
 
 
-def _digest(plan: Plan) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(plan.manifest_digest.encode())
-    digest.update(msgspec.msgpack.encode(plan.wire))
-    for engine in plan.engines:
-        for name in EnginePlan.__dataclass_fields__:
-            value = getattr(engine, name)
-            if isinstance(value, np.ndarray):
-                digest.update(np.ascontiguousarray(value).astype("<i8").tobytes())
-    return digest.hexdigest()
+def make_plan(survey: Survey, wire: WireSettings, *, names: Sequence[str] = (), ignore: Sequence[str] = ()) -> Plan:
+    """The plan of a full update; raises :class:`CoverageError` when the boxes of the trainer do not tile every tensor,
+    or an engine rank wants what nobody has, or nobody wants what the trainer has.
+
+    :param names: of the engines, for messages
+    :param ignore: names, or patterns with ``*``, that no engine rank needs to take
+    """
+    found = Violations()
+    sources = Sources.of(survey.manifest, survey.trainers, found)
+    found.raise_if_any("the trainer's tensors are not complete", "check the trainer's model and its name rules")
+    names = names or [f"engine {n}" for n in range(len(survey.engines))]
+    every: list[Pieces] = []
+    for number, (name, targets) in enumerate(zip(names, survey.engines, strict=True)):
+        twin = next((n for n in range(number) if same_boxes(survey.engines[n], targets)), None)
+        every.append(
+            every[twin]
+            if twin is not None
+            else pieces_of(name, survey.manifest, sources, targets, wire.bucket_bytes, ignore, found)
+        )
+    found.raise_if_any("the trainer's tensors and the engines' do not match", COVERAGE_REMEDY)
+
+    starts = np.cumsum([0, *(len(e) for e in survey.engines)])
+    nbytes = [p.table_bytes[p.row] for p in every]
+    sender = choose_senders(
+        _joined([sources.holders[p.source[p.piece[p.row]]] for p in every]),
+        sources.sets,
+        _joined(nbytes),
+        _joined([start + p.dst[p.row] for p, start in zip(every, starts.tolist(), strict=False)]),
+        len(survey.trainers),
+        hosts=[h.host for h in survey.trainers],
+        receiver_hosts=[h.host for engine in survey.engines for h in engine],
+    )
+    ends = np.cumsum([len(p) for p in every])
+    chosen = np.split(sender, ends[:-1]) if every else []
+    engines = tuple(
+        _engine(name, len(targets), pieces, sources, src, size, wire)
+        for name, targets, pieces, src, size in zip(names, survey.engines, every, chosen, nbytes, strict=True)
+    )
+    sent = np.bincount(sender, _joined(nbytes), len(survey.trainers)).astype(np.int64)
+    return Plan(survey, wire, engines, sent, survey.digest(msgspec.msgpack.encode(wire)))
+
+
+def _joined(parts: Sequence[Int64]) -> Int64:
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def same_boxes(a: Sequence[Holding], b: Sequence[Holding]) -> bool:
+    """Whether two engines have the same boxes on the same ranks."""
+    return len(a) == len(b) and all(
+        len(x) == len(y)
+        and np.array_equal(x.tensor, y.tensor)
+        and np.array_equal(x.dtype, y.dtype)
+        and np.array_equal(x.box, y.box)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _engine(
+    name: str, world: int, pieces: Pieces, sources: Sources, src: Int64, nbytes: Int64, wire: WireSettings
+) -> EnginePlan:
+    dst = pieces.dst[pieces.row]
+    packing = pack(src, dst, nbytes, wire.bucket_bytes, wire.direct_bytes)
+    rounds = colour_rounds(packing.src, packing.dst, wire.max_peers)
+    order = np.lexsort((packing.dst, packing.src, rounds))
+    number = np.empty(len(order), np.int64)
+    number[order] = np.arange(len(order))
+    return EnginePlan(
+        name,
+        world,
+        pieces,
+        sources,
+        packing,
+        number,
+        packing.src[order],
+        packing.dst[order],
+        rounds[order],
+        packing.nbytes[order],
+        packing.alone[order],
+        np.bincount(dst, nbytes, world).astype(np.int64),
+    )
+
+
+def survey_of(trainers: Sequence[Layout], engines: Sequence[EngineLayouts]) -> Survey:
+    """What the ranks must know of one another, from the layouts of all.
+
+    Raises :class:`LayoutError` or :class:`CoverageError` for a layout that is wrong by itself."""
+    manifest = merge_manifest(trainers)
+    numbers = {spec.name: n for n, spec in enumerate(manifest)}
+    found = Violations()
+    held = []
+    for layout in trainers:
+        prove_reads(layout, found)
+        prove_single_memory(layout, found)
+        tensor_of = np.array([numbers[t.name] for t in layout.tensors], np.int64)
+        held.append(Holding.of(layout, tensor_of, layout.host))
+    found.raise_if_any("the trainer's tensors are not complete", "check the trainer's model and its name rules")
+    taken = []
+    for engine in engines:
+        for layout in engine.layouts:
+            _require_usable(layout, manifest, engine.name)
+        every = np.arange(len(manifest), dtype=np.int64)
+        taken.append(tuple(Holding.of(layout, every, layout.host) for layout in engine.layouts))
+    return Survey(manifest, tuple(held), tuple(taken))
+
+
+def _require_usable(layout: Layout, manifest: Sequence[TensorSpec], engine: str) -> None:
+    if tuple(layout.tensors) != tuple(manifest):
+        raise LayoutError(
+            "a layout was observed over another manifest", rank=f"{engine} {layout.rank}", remedy="connect again"
+        )
+    require_plain(layout, f"{engine} {layout.rank}")
+    delivered(layout, f"{engine} {layout.rank}")  # before the lists of what is missing because of it
+
+
+def owned_names(engine: EngineLayouts) -> tuple[str, ...]:
+    """Parameters of an engine that nothing writes, since they are its own business."""
+    names = {
+        layout.params[n].name
+        for layout in engine.layouts
+        for n in may_own(layout, engine.owns_weights, engine.declared)
+    }
+    return tuple(sorted(names))
+
+
+def build_plan(
+    trainers: Sequence[Layout], engines: Sequence[EngineLayouts], wire: WireSettings, *, ignore: Sequence[str] = ()
+) -> Plan:
+    """The plan over layouts of all ranks in one process, with the proof of every rank.
+
+    :param trainers: one layout per trainer rank
+    :param engines: the engines' layouts over :func:`merge_manifest` of the trainers
+    :param ignore: names, or patterns with ``*``, that no engine rank needs to take
+    """
+    plan = make_plan(survey_of(trainers, engines), wire, names=[e.name for e in engines], ignore=ignore)
+    plan = replace(plan, layouts=(trainers, tuple(e.layouts for e in engines)))
+    for number, engine in enumerate(engines):
+        for rank in range(len(trainers)):
+            plan.send_program(number, rank)
+        prove_engine(plan, number, engine)
+    return plan
+
+
+def prove_engine(plan: Plan, number: int, engine: EngineLayouts) -> None:
+    """Every element of every rank's parameters is written once: the proof that each rank makes for itself.
+
+    Raises :class:`CoverageError` or :class:`PlanMismatch`."""
+    for rank, layout in enumerate(engine.layouts):
+        verify_receive(
+            plan.receive_program(number, rank, layout),
+            layout,
+            plan_digest=plan.digest,
+            rank=f"{engine.name} {layout.rank}",
+            owns_weights=engine.owns_weights,
+            declared=engine.declared,
+        )

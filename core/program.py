@@ -81,7 +81,8 @@ class Copies:
 @dataclass
 class Buckets:
     """``n`` buckets of this rank in the order of their rounds. ``id`` is the number in the whole plan, ``peer`` the
-    other side's group rank, ``nbytes`` the payload, ``direct`` 1 for a copy that goes from parameter to parameter."""
+    other side's group rank, ``nbytes`` the payload, ``direct`` 1 for a lone copy that this rank
+    sends from, or receives into, the parameter itself."""
 
     id: Int64 = field(default_factory=_long)
     peer: Int32 = field(default_factory=_short)
@@ -172,7 +173,7 @@ class Program:
         order = mine[np.argsort(b.id[mine], kind="stable")]
         digest = hashlib.blake2b(digest_size=16)
         digest.update(self.plan_digest.encode() + self.manifest_digest.encode())
-        for column in (b.id, b.round, b.nbytes, b.direct):
+        for column in (b.id, b.round, b.nbytes):
             digest.update(np.ascontiguousarray(column[order]).tobytes())
         chosen = np.flatnonzero(np.isin(c.bucket, mine))
         chosen = chosen[np.lexsort((c.at[chosen], b.id[c.bucket[chosen]]))]

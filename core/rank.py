@@ -7,11 +7,12 @@ The engine's main thread calls :meth:`EngineRank.handle`, which never blocks and
 from __future__ import annotations
 
 import logging
+import platform
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,8 +21,10 @@ from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import ConflictError, ErrorInfo, LayoutMoved, PlanMismatch, WeightlinkError, describe
 from weightlink.hooks.manager import PluginManager
+from weightlink.plan import make_plan
 from weightlink.program import Program, verify_receive
 from weightlink.rendezvous import connect, local_address_towards
+from weightlink.survey import Survey
 from weightlink.wire import Receiver, handshake
 
 if TYPE_CHECKING:
@@ -251,7 +254,7 @@ class EngineRank:
         if self._observed is None or not self._observed.answers(request, fingerprint):
             self._observed = None
             layout = self._adapter.observe(request.tensors, request.layout_kind, request.selector)
-            self._observed = _Observed(request, fingerprint, layout)
+            self._observed = _Observed(request, fingerprint, replace(layout, host=platform.node()))
         return self._observed.layout.pack()
 
     def _attach(self, request: m.Attach) -> bytes:
@@ -259,15 +262,19 @@ class EngineRank:
         observed = self._observed
         if observed is None:
             raise PlanMismatch("attach before observe", rank=str(self._place), remedy="connect again")
-        if request.world != request.trainers + self._place.world or len(request.programs) != self._place.world:
+        survey = Survey.unpack(request.survey)
+        ranks = len(survey.engines[request.engine]) if request.engine < len(survey.engines) else 0
+        if request.world != request.trainers + self._place.world or ranks != self._place.world:
             raise PlanMismatch(
                 "the link's world size does not match this engine",
                 rank=str(self._place),
                 expected=f"{request.trainers} trainer ranks + {self._place.world} engine ranks",
-                found=f"world {request.world} with {len(request.programs)} programs",
+                found=f"world {request.world} with {ranks} engine ranks in the plan",
                 remedy="connect again: the engine was restarted with another size, or the plan is another engine's",
             )
-        program = Program.unpack(request.programs[self._place.rank])
+        # Whether the engine takes all that the trainer has is the trainer's business.
+        plan = make_plan(survey, request.wire, ignore=("*",))
+        program = plan.receive_program(request.engine, self._place.rank, observed.layout)
         verify_receive(
             program,
             observed.layout,

@@ -91,7 +91,9 @@ class Update:
     def _prepare(self) -> bytes:
         """Rank 0: every engine agrees before anything is paused anywhere."""
         budget = self.deadline.check("the engines to accept the update")
-        prepare = m.Prepare(budget, self.link, self.attachment.epoch, self.id, self.version, self.attachment.digest)
+        prepare = m.Prepare(
+            budget, self.link, self.attachment.epoch, self.id, self.version, self.attachment.plan.digest
+        )
         _, failures = fan_out(self.clients, lambda c: c.send(prepare, self.deadline))
         self._exclude(failures, "accept the update")
         return b""
@@ -254,7 +256,7 @@ class Update:
             prepare=self._marks["prepare"],
             transfer=self._marks["transfer"],
             commit=self._marks["commit"],
-            sent=self.attachment.sent,
+            sent=tuple(self.attachment.plan.sent_bytes.tolist()),
             engines=tuple(engines),
         )
 

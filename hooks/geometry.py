@@ -241,6 +241,7 @@ class Layout:
     :param opaque: what could not be followed; empty for a layout that can be written in place. No region or fill
         touches an opaque parameter
     :param quantised: what the engine keeps in another form than the manifest has it; an encoder's business
+    :param host: name of the rank's machine; empty if it is not known
     """
 
     rank: str
@@ -250,6 +251,7 @@ class Layout:
     fills: Fills = field(default_factory=Fills)
     opaque: tuple[Opaque, ...] = ()
     quantised: tuple[Quantised, ...] = ()
+    host: str = ""
 
     @property
     def staged_bytes(self) -> int:
@@ -267,6 +269,7 @@ class Layout:
                 tuple(_column(getattr(self.fills, name)) for name in Fills.COLUMNS),
                 self.opaque,
                 self.quantised,
+                self.host,
             )
         )
 
@@ -279,7 +282,9 @@ class Layout:
             raise LayoutError(f"not a layout: {error}") from error
         regions = Regions(*_restore(packed.regions, Regions(), Regions.COLUMNS))
         fills = Fills(*_restore(packed.fills, Fills(), Fills.COLUMNS))
-        layout = cls(packed.rank, packed.tensors, packed.params, regions, fills, packed.opaque, packed.quantised)
+        layout = cls(
+            packed.rank, packed.tensors, packed.params, regions, fills, packed.opaque, packed.quantised, packed.host
+        )
         layout.validate()
         return layout
 
@@ -318,6 +323,7 @@ class _PackedLayout(msgspec.Struct, frozen=True, array_like=True):
     fills: tuple[bytes, ...]
     opaque: tuple[Opaque, ...]
     quantised: tuple[Quantised, ...]
+    host: str
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -135,7 +135,8 @@ class Observe(msgspec.Struct, frozen=True, tag=True):
 class Attach(msgspec.Struct, frozen=True, tag=True):
     """Offer one link epoch: every rank proves its program against its own layout. No group is formed yet.
 
-    :param programs: one packed receive program per engine rank
+    :param survey: what the plan follows from; every rank computes it for itself
+    :param engine: this engine's number in the survey
     :param plan_digest: digest of the whole plan, hexadecimal
     :param host, port: where trainer rank 0's store listens
     :param key: unguessable prefix of this epoch's keys in that store
@@ -153,7 +154,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     world: Annotated[int, Meta(ge=1)]
     wire: WireSettings
     plan_digest: str
-    programs: tuple[bytes, ...]
+    survey: bytes
+    engine: Annotated[int, Meta(ge=0)] = 0
     engine_owned: tuple[str, ...] = ()
 
 

@@ -181,25 +181,26 @@ def _world_of_another_size(chunks: list[Any]) -> None:
 
     def send(self: Any, request: Any, deadline: Any) -> Any:
         if isinstance(request, m.Attach):
-            request = msgspec.structs.replace(request, world=request.world - 1, programs=request.programs[:-1])
+            request = msgspec.structs.replace(request, world=request.world - 1)
         return plain(self, request, deadline)
 
     EngineClient.send = send  # type: ignore[method-assign]
 
 
 def _lose_a_copy(chunks: list[Any]) -> None:
-    """A plan that forgets one copy after its own proof: only the receiver can notice."""
-    from weightlink.plan import Plan
+    """A survey that leaves out a box of the engine's rank 0 when it is told to the others: only that rank can notice."""
+    from dataclasses import replace
 
-    plain = Plan.receive_program
+    from weightlink.survey import Survey
 
-    def receive_program(self: Any, engine: int, rank: int) -> Any:
-        program = plain(self, engine, rank)
-        for name in program.copies.COLUMNS:
-            setattr(program.copies, name, getattr(program.copies, name)[:-1])
-        return program
+    plain = Survey.pack
 
-    Plan.receive_program = receive_program  # type: ignore[method-assign]
+    def pack(self: Any) -> bytes:
+        first = self.engines[0][0]
+        short = replace(first, tensor=first.tensor[:-1], dtype=first.dtype[:-1], box=first.box[:-1])
+        return plain(replace(self, engines=((short, *self.engines[0][1:]), *self.engines[1:])))
+
+    Survey.pack = pack  # type: ignore[method-assign]
 
 
 _TROUBLES = {

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import random_side, random_tensors
 from weightlink.converters.boxes import Boxes, overlaps
-from weightlink.converters.coverage import Violations, prove_destination, prove_sources
+from weightlink.converters.coverage import Violations, prove_destination, prove_tiling
 from weightlink.hooks.errors import CoverageError, LayoutError
 from weightlink.hooks.geometry import DIMS, Layout, ParamSpec, RegionBuilder, TensorSpec
 
@@ -107,7 +107,16 @@ def test_sources_must_tile_every_tensor(seed):
             np.concatenate([getattr(p, c) for p in parts]) for c in ("tensor", "lo", "size", "step")
         )
         found = Violations()
-        prove_sources(tensors, Boxes(group, lo, size, step), [layout.rank for layout, _ in keep], found)
+        boxes = Boxes(group, lo, size, step)
+        first, _ = boxes.unique()
+        prove_tiling(
+            boxes.take(first),
+            np.array([np.prod(t.shape) for t in tensors]),
+            name=lambda n: tensors[n].name,
+            rank=lambda n: keep[first[n]][0].rank,
+            nobody="no trainer rank",
+            found=found,
+        )
         return found.lines
 
     assert check(rows) == []
