@@ -179,7 +179,12 @@ class Plan:
             stride,
         )
         buckets = Buckets(
-            mine, peer.astype(np.int32), e.bucket_round[mine].astype(np.int32), e.bucket_bytes[mine], is_direct
+            mine,
+            peer.astype(np.int32),
+            e.bucket_round[mine].astype(np.int32),
+            e.bucket_bytes[mine],
+            e.bucket_alone[mine].astype(np.int32),
+            is_direct,
         )
         return Program(self.digest, self.survey.manifest_digest, e.rounds, copies, buckets)
 

@@ -45,7 +45,7 @@ def colour_edges(left: list[int], right: list[int], count: list[int]) -> list[li
     graph = _Graph(max(left) + 1, max(right) + 1, degree)
     # A few edges of each pair at a time, so that no pair takes the colours that the others would have in common.
     some, rest = -(-max(count) // _TURNS), list(count)
-    waiting = range(len(left))
+    waiting = list(range(len(left)))
     while waiting:
         for pair in waiting:
             a, b, now = left[pair], right[pair], min(some, rest[pair])

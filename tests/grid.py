@@ -26,10 +26,11 @@ from weightlink.converters.megatron import require_one_parameter
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
 from weightlink.hooks.settings import WireSettings
-from weightlink.plan import EngineLayouts, Plan, build_plan, merge_manifest
+from weightlink.plan import EngineLayouts, Plan, build_plan
 from weightlink.plugins.transports import P2P
 from weightlink.program import verify_receive
 from weightlink.rendezvous import Rendezvous, connect, new_key
+from weightlink.survey import merge_manifest
 from weightlink.wire import Receiver, Sender, handshake
 
 WIRE = WireSettings(bucket_bytes=16384, direct_bytes=8192, max_peers=2)

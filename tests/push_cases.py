@@ -188,7 +188,7 @@ def _world_of_another_size(chunks: list[Any]) -> None:
 
 
 def _lose_a_copy(chunks: list[Any]) -> None:
-    """A survey that leaves out a box of the engine's rank 0 when it is told to the others: only that rank can notice."""
+    """A survey that leaves out a box of the engine's rank 0 once it is told: only that rank can notice."""
     from dataclasses import replace
 
     from weightlink.survey import Survey

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from warm import shared
 from weightlink.hooks.geometry import Layout
 from weightlink.hooks.settings import WireSettings
-from weightlink.plan import EngineLayouts, build_plan
+from weightlink.plan import EngineLayouts, build_plan, owned_names
 
 
 def with_draft(family: str, folder: Path) -> Path:
@@ -220,5 +220,6 @@ def test_the_selected_models_become_what_sglang_loads(
     trainer = PlainTrainer(load_file(path / "model.safetensors")).layout(context, None)
     layouts = [Layout.unpack((tmp_path / str(n)).read_bytes()) for n in range(len(ranks))]
     trainer = dataclasses.replace(trainer, tensors=layouts[0].tensors)  # the router's bias stays float32
-    plan = build_plan([trainer], [EngineLayouts("engine", layouts)], WireSettings(), ignore=tuple(unused))
-    assert plan.engines[0].owned == tuple(sorted({p.name for x in layouts for p in x.params if not p.loaded}))
+    engine = EngineLayouts("engine", layouts)
+    build_plan([trainer], [engine], WireSettings(), ignore=tuple(unused))
+    assert owned_names(engine) == tuple(sorted({p.name for x in layouts for p in x.params if not p.loaded}))

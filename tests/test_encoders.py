@@ -31,8 +31,9 @@ from weightlink.hooks import messages as m
 from weightlink.hooks.errors import ConfigError, LayoutError, PluginError
 from weightlink.hooks.geometry import EncodedPart, Layout, Opaque, ParamSpec, Quantised, RegionBuilder, TensorSpec
 from weightlink.hooks.manager import PluginManager
-from weightlink.plan import EngineLayouts, build_plan, merge_manifest
+from weightlink.plan import EngineLayouts, build_plan, owned_names
 from weightlink.program import verify_receive
+from weightlink.survey import merge_manifest
 
 BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -402,11 +403,11 @@ def judge(
             torch.empty(0, dtype=torch.uint8).set_(target.untyped_storage()).fill_(POISON)
         targets.append(memory)
     carry(plan, encoded, layouts, sources, targets, declared)
-    quantised = 0
+    quantised, owned = 0, owned_names(engines[0])
     for rank, held in enumerate(wanted):
         for number, want in held.items():
             param = layouts[rank].params[number]
-            if param.name not in plan.engines[0].owned:
+            if param.name not in owned:
                 quantised += param.dtype == "float8_e4m3fn"
                 assert torch.equal(bits(targets[rank][number]), bits(want)), f"{param.name} on rank {rank}"
     assert quantised >= 7

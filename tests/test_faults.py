@@ -255,7 +255,7 @@ def test_a_second_trainers_questions_do_not_redirect_the_firsts_writes():
     try:
         engine = rig.engines["http://e0"]
         held = {"a": torch.zeros(4, 3), "b": torch.zeros(4, 3)}
-        engine.adapters[0].observe = lambda tensors, kind: plain("rank 0", [t.name for t in tensors])
+        engine.adapters[0].observe = lambda tensors, kind, _: plain("rank 0", [t.name for t in tensors])
         engine.adapters[0].tensors = lambda params: [held[p.name] for p in params]
         rig.connect()
         for value, param in enumerate(rig.trainers[0].params, 1):
