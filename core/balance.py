@@ -16,7 +16,7 @@ from weightlink.hooks.geometry import Int64
 #: How far a sender's load may exceed its level to serve receivers on its own host, and what is taken for balanced.
 SLACK = 0.05
 _GREEDY = 20_000
-_ROUNDS = 4
+_ROUNDS = 32
 
 
 def choose_senders(
@@ -53,12 +53,12 @@ def choose_senders(
     near = _near(hosts, receiver_hosts)
     for turn in range(_ROUNDS):
         before = load.copy()
-        for rows, own in shared:
+        for rows, own in shared if turn % 2 == 0 else reversed(shared):
             if turn:
                 np.subtract.at(load, sender[rows], nbytes[rows])
             sender[rows] = _share(nbytes[rows], receiver[rows], own, load, near)
             np.add.at(load, sender[rows], nbytes[rows])
-        if turn and load.max(initial=0) >= before.max(initial=0):
+        if turn > 1 and load.max(initial=0) >= before.max(initial=0) * (1 - SLACK / 25):
             break
     return sender
 
@@ -92,7 +92,8 @@ def _share(nbytes: Int64, receiver: Int64, own: Int64, load: Int64, near: tuple[
         chosen = _cut(nbytes, left)
     reached = load[own] + np.bincount(chosen, nbytes, len(own)).astype(np.int64)
     level = int((load[own] + quota).max())
-    if reached.max() > level * (1 + SLACK / 5) and len(nbytes) <= _GREEDY:
+    fair = level * (1 + SLACK / 5) if near is None else level * (1 + SLACK) + int(nbytes.max(initial=0))
+    if reached.max() > fair and len(nbytes) <= _GREEDY:
         greedy = _greedy(nbytes, load[own])
         if (load[own] + np.bincount(greedy, nbytes, len(own)).astype(np.int64)).max() < reached.max():
             chosen = greedy

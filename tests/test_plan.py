@@ -15,7 +15,6 @@ from weightlink.hooks.geometry import Layout, ParamSpec, RegionBuilder, TensorSp
 from weightlink.hooks.settings import WireSettings
 from weightlink.plan import EngineLayouts, build_plan, make_plan
 from weightlink.program import Program, verify_local, verify_receive
-from weightlink.schedule import colour_rounds
 from weightlink.survey import Survey
 
 WIRE = WireSettings(bucket_bytes=4096, direct_bytes=64)
@@ -263,20 +262,3 @@ def test_replicas_share_the_load():
 
     plan = build_plan([whole(f"trainer {r}") for r in range(4)], engine(whole("x")), WIRE)
     assert plan.sent_bytes.max() <= 1.05 * plan.sent_bytes.mean()
-
-
-@pytest.mark.parametrize("senders", [1, 2, 3, 5, 6, 7, 12])
-@pytest.mark.parametrize("peers", [1, 2, 4])
-def test_rounds_respect_the_bound_and_the_order(senders, peers):
-    rng = random.Random(senders * 10 + peers)
-    pairs = sorted((rng.randrange(senders), rng.randrange(5)) for _ in range(60))
-    src, dst = (np.array(c, np.int64) for c in zip(*pairs, strict=True))
-    rounds = colour_rounds(src, dst, peers)
-    for side in (src, dst):
-        counts = np.unique(np.stack([side, rounds]), axis=1, return_counts=True)[1]
-        assert counts.max() <= peers
-    for pair in set(pairs):
-        own = [int(r) for r, p in zip(rounds, pairs, strict=True) if p == pair]
-        assert own == sorted(own)
-    busiest = max(np.bincount(src).max(), np.bincount(dst).max())
-    assert rounds.max() + 1 == -(-busiest // peers)

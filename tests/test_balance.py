@@ -1,0 +1,80 @@
+"""Senders: bytes are shared as evenly as the replicas allow."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weightlink.balance import SLACK, choose_senders
+
+
+def least(total: dict[tuple[int, ...], int], ranks: int) -> float:
+    """The smallest possible load of the busiest rank, if bytes could be divided at will: some group of ranks has to
+    send whatever nobody else holds."""
+    groups = itertools.chain.from_iterable(itertools.combinations(range(ranks), n) for n in range(1, ranks + 1))
+    return max(sum(b for held, b in total.items() if set(held) <= set(group)) / len(group) for group in groups)
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=300, deadline=None)
+def test_no_sender_has_much_more_than_it_must(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 6)
+    every = [tuple(sorted(rng.sample(range(ranks), rng.randint(1, ranks)))) for _ in range(rng.randint(1, 4))]
+    sets = sorted(set(every))
+    count = rng.randint(1, 400)
+    holders = np.array([rng.randrange(len(sets)) for _ in range(count)])
+    nbytes = np.array([rng.choice([8, 300, 4000, 70_000]) for _ in range(count)])
+    receiver = np.array([rng.randrange(5) for _ in range(count)])
+    sender = choose_senders(holders, sets, nbytes, receiver, ranks)
+    load = np.bincount(sender, nbytes, ranks)
+    assert all(int(s) in sets[h] for s, h in zip(sender, holders, strict=True))
+    total = {held: int(nbytes[holders == n].sum()) for n, held in enumerate(sets)}
+    # Copies are not divided: one more than the ideal may be needed.
+    assert load.max() <= (1 + SLACK) * least(total, ranks) + nbytes.max()
+
+
+def test_replicas_of_many_tensors_share_within_five_percent() -> None:
+    rng = random.Random(1)
+    for ranks in (2, 3, 5, 8, 16):
+        sets = [tuple(range(ranks)), *((r, (r + 1) % ranks) for r in range(ranks) if ranks > 2)]
+        sets = [tuple(sorted(s)) for s in sets]
+        count = 300 * ranks
+        holders = np.array([rng.randrange(len(sets)) for _ in range(count)])
+        nbytes = np.array([rng.choice([2048, 4096, 1 << 20]) for _ in range(count)])
+        sender = choose_senders(holders, sets, nbytes, np.arange(count) % 7, ranks)
+        load = np.bincount(sender, nbytes, ranks)
+        assert load.max() <= (1 + SLACK) * nbytes.sum() / ranks
+
+
+def test_a_sender_serves_few_receivers() -> None:
+    """Eight replicas, eight receivers: one each, not all to all."""
+    count = 8 * 50
+    receiver = np.repeat(np.arange(8), 50)
+    sender = choose_senders(np.zeros(count, np.int64), [tuple(range(8))], np.full(count, 1000), receiver, 8)
+    assert len(set(zip(sender.tolist(), receiver.tolist(), strict=True))) == 8
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=50, deadline=None)
+def test_receivers_are_served_from_their_own_host_within_the_slack(seed: int) -> None:
+    rng = random.Random(seed)
+    hosts = ["a", "b", "c", "a", "b", "c"]
+    receivers = [rng.choice("abcd") for _ in range(9)]
+    count = 900
+    receiver = np.array([rng.randrange(9) for _ in range(count)])
+    nbytes = np.array([rng.randint(500, 1500) for _ in range(count)])
+    args = np.zeros(count, np.int64), [tuple(range(6))], nbytes, receiver, 6
+    sender = choose_senders(*args, hosts=hosts, receiver_hosts=receivers)
+    load = np.bincount(sender, nbytes, 6)
+    assert load.max() <= (1 + SLACK) * nbytes.sum() / 6 + nbytes.max()
+
+    def near(chosen: np.ndarray) -> int:
+        return sum(int(n) for s, r, n in zip(chosen, receiver, nbytes, strict=True) if hosts[s] == receivers[r])
+
+    assert near(sender) >= near(choose_senders(*args))
+    wanted = sum(min(int(nbytes[[receivers[r] == host for r in receiver]].sum()), nbytes.sum() // 3) for host in "abc")
+    assert near(sender) >= 0.95 * wanted - 6 * nbytes.max()

@@ -1,0 +1,133 @@
+"""Rounds: as few as can be, in one order, and never a wait that cannot end."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weightlink.buckets import pack
+from weightlink.program import ALIGN
+from weightlink.schedule import colour_rounds
+
+WORLDS = [1, 2, 3, 5, 6, 7, 12]
+
+
+def coloured(pairs: list[tuple[int, int]], peers: int) -> list[int]:
+    """The round of each bucket; ``pairs`` are sorted, as the planner gives them."""
+    src, dst = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
+    return colour_rounds(src, dst, peers).tolist()
+
+
+def check(pairs: list[tuple[int, int]], peers: int) -> None:
+    rounds = coloured(pairs, peers)
+    busy = [Counter((pair[side], r) for pair, r in zip(pairs, rounds, strict=True)) for side in (0, 1)]
+    assert max(max(count.values()) for count in busy) <= peers
+    for pair in set(pairs):
+        own = [r for r, p in zip(rounds, pairs, strict=True) if p == pair]
+        assert own == sorted(own), "buckets of a pair change places"
+    busiest = max(max(Counter(pair[side] for pair in pairs).values()) for side in (0, 1))
+    assert max(rounds) + 1 == -(-busiest // peers), "more rounds than the busiest rank needs"
+    assert finishes(pairs, rounds)
+
+
+def finishes(pairs: list[tuple[int, int]], rounds: list[int]) -> bool:
+    """Whether all ranks come to their end when nothing is buffered on the way: a bucket arrives once both of its ranks
+    have posted it, and no rank posts a round while two of its earlier ones are on their way.
+
+    What can happen only grows, so one order of events stands for all."""
+    programs: dict[tuple[str, int], list[list[int]]] = {}
+    for side, name in enumerate(("send", "receive")):
+        for rank in {pair[side] for pair in pairs}:
+            own = sorted({r for pair, r in zip(pairs, rounds, strict=True) if pair[side] == rank})
+            programs[name, rank] = [
+                [n for n, pair in enumerate(pairs) if pair[side] == rank and rounds[n] == r] for r in own
+            ]
+    posted = dict.fromkeys(programs, 0)
+    while True:
+        where = Counter(n for who, turn in posted.items() for numbers in programs[who][:turn] for n in numbers)
+        done = {n for n, times in where.items() if times == 2}
+        moved = False
+        for who, turns in programs.items():
+            flying = [t for t in turns[: posted[who]] if not set(t) <= done]
+            if posted[who] < len(turns) and len(flying) < 2:
+                posted[who] += 1
+                moved = True
+        if not moved:
+            return len(done) == len(pairs)
+
+
+@pytest.mark.parametrize(("senders", "receivers"), list(itertools.product(WORLDS, WORLDS)))
+def test_rounds_of_uneven_worlds(senders: int, receivers: int) -> None:
+    rng = random.Random(senders * 100 + receivers)
+    for peers in (1, 2, 4, 1024):
+        count = rng.randint(1, 60)
+        check(sorted((rng.randrange(senders), rng.randrange(receivers)) for _ in range(count)), peers)
+
+
+def test_every_small_world() -> None:
+    """All multigraphs of up to 3 by 3 ranks with up to two buckets a pair, every bound."""
+    for a, b in itertools.product((1, 2, 3), (1, 2, 3)):
+        every = list(itertools.product(range(a), range(b)))
+        for counts in itertools.product((0, 1, 2), repeat=len(every)):
+            pairs = [pair for pair, count in zip(every, counts, strict=True) for _ in range(count)]
+            if pairs and (sum(counts) <= 5 or sum(counts) % 4 == 0):
+                check(pairs, 1 + sum(counts) % 3)
+
+
+def test_the_model_finds_a_deadlock() -> None:
+    """Two senders whose receivers expect them in the opposite order, each round its own for every rank."""
+    pairs = [(0, 0), (0, 1), (0, 0), (0, 1), (0, 0), (0, 1)]
+    assert finishes(pairs, [0, 1, 2, 3, 4, 5])
+    crossed = {("send", 0): [[0], [1], [2], [3]], ("receive", 0): [[3], [2], [1], [0]]}
+    assert not finishes_as(crossed)
+
+
+def finishes_as(programs: dict[tuple[str, int], list[list[int]]]) -> bool:
+    """The same model over orders that no colouring gives."""
+    posted = dict.fromkeys(programs, 0)
+    while True:
+        where = Counter(n for who, turn in posted.items() for numbers in programs[who][:turn] for n in numbers)
+        done = {n for n, times in where.items() if times == 2}
+        ready = [
+            who
+            for who, turns in programs.items()
+            if posted[who] < len(turns) and sum(not set(t) <= done for t in turns[: posted[who]]) < 2
+        ]
+        if not ready:
+            return len(done) == sum(len(t) for t in programs["send", 0])
+        for who in ready:
+            posted[who] += 1
+
+
+copies = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 4096)), min_size=1, max_size=60
+)  # sender, receiver, bytes
+
+
+@given(copies, st.sampled_from([1, 700, 5000]))
+@settings(max_examples=200, deadline=None)
+def test_buckets_hold_what_fits(rows: list[tuple[int, int, int]], alone_from: int) -> None:
+    src, dst, nbytes = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    packed = pack(src, dst, nbytes, 4096, alone_from)
+    assert sorted(packed.order.tolist()) == list(range(len(rows)))
+    inside: dict[int, list[tuple[int, int]]] = {}
+    for copy, bucket, at in zip(packed.order.tolist(), packed.bucket.tolist(), packed.at.tolist(), strict=True):
+        assert (packed.src[bucket], packed.dst[bucket]) == (src[copy], dst[copy])
+        assert at % ALIGN == 0
+        inside.setdefault(bucket, []).append((at, int(nbytes[copy])))
+    assert sorted(inside) == list(range(len(packed.src)))
+    for bucket, held in inside.items():
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(held))
+        assert packed.nbytes[bucket] == held[-1][0] + held[-1][1] <= 4096
+        assert packed.alone[bucket] == (held[0][1] >= alone_from)
+        assert len(held) == 1 or not packed.alone[bucket]
+    # A bucket is closed only because the next copy of its pair would not fit.
+    mixed = [b for b in range(len(packed.src)) if not packed.alone[b]]
+    for a, b in itertools.pairwise(mixed):
+        if (packed.src[a], packed.dst[a]) == (packed.src[b], packed.dst[b]):
+            assert -(-int(packed.nbytes[a]) // ALIGN) * ALIGN + inside[b][0][1] > 4096
