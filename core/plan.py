@@ -183,7 +183,6 @@ class Plan:
             peer.astype(np.int32),
             e.bucket_round[mine].astype(np.int32),
             e.bucket_bytes[mine],
-            e.bucket_alone[mine].astype(np.int32),
             is_direct,
         )
         return Program(self.digest, self.survey.manifest_digest, e.rounds, copies, buckets)

@@ -18,8 +18,7 @@ from weightlink.converters.coverage import Violations, delivered, may_own, prove
 from weightlink.hooks.errors import LayoutError, PlanMismatch
 from weightlink.hooks.geometry import DIMS, ITEMSIZE, Int32, Int64, Layout, TensorSpec
 
-#: Bytes of a bucket's header: in front of the payload, or a message of its own before that of a lone copy, which either
-#: side may have in place.
+#: Bytes of a message's header.
 HEADER = 64
 #: Alignment of each copy inside a bucket, so that every dtype can be viewed in place.
 ALIGN = 16
@@ -82,17 +81,16 @@ class Copies:
 @dataclass
 class Buckets:
     """``n`` buckets of this rank in the order of their rounds. ``id`` is the number in the whole plan, ``peer`` the
-    other side's group rank, ``nbytes`` the payload, ``alone`` 1 for one large copy, ``direct`` 1 where this
-    rank sends it from, or receives it into, the parameter itself."""
+    other side's group rank, ``nbytes`` the payload, ``direct`` 1 where this rank sends a lone copy from, or
+    receives it into, the parameter itself."""
 
     id: Int64 = field(default_factory=_long)
     peer: Int32 = field(default_factory=_short)
     round: Int32 = field(default_factory=_short)
     nbytes: Int64 = field(default_factory=_long)
-    alone: Int32 = field(default_factory=_short)
     direct: Int32 = field(default_factory=_short)
 
-    COLUMNS: ClassVar[tuple[str, ...]] = ("id", "peer", "round", "nbytes", "alone", "direct")
+    COLUMNS: ClassVar[tuple[str, ...]] = ("id", "peer", "round", "nbytes", "direct")
 
     def __len__(self) -> int:
         return len(self.id)
@@ -160,10 +158,8 @@ class Program:
             raise PlanMismatch("two copies of one bucket overlap on the wire")
         if (end > b.nbytes[bucket]).any():
             raise PlanMismatch("a copy reaches beyond its bucket")
-        if (b.alone[bucket][1:][same] == 1).any():
-            raise PlanMismatch("a bucket for a lone copy holds more than one")
-        if (b.direct > b.alone).any():
-            raise PlanMismatch("a bucket of many copies is direct")
+        if (b.direct[bucket][1:][same] == 1).any():
+            raise PlanMismatch("a direct bucket holds more than one copy")
 
     def peers(self) -> list[int]:
         """Group ranks that this rank exchanges payload with, sorted."""
@@ -177,7 +173,7 @@ class Program:
         order = mine[np.argsort(b.id[mine], kind="stable")]
         digest = hashlib.blake2b(digest_size=16)
         digest.update(self.plan_digest.encode() + self.manifest_digest.encode())
-        for column in (b.id, b.round, b.nbytes, b.alone):
+        for column in (b.id, b.round, b.nbytes):
             digest.update(np.ascontiguousarray(column[order]).tobytes())
         chosen = np.flatnonzero(np.isin(c.bucket, mine))
         chosen = chosen[np.lexsort((c.at[chosen], b.id[c.bucket[chosen]]))]
