@@ -28,7 +28,7 @@ from weightlink.converters.encoders import choose_encoding, encode_layout, quant
 from weightlink.converters.encoders_fp8 import BlockFp8, BlockFp8Encoder
 from weightlink.encoded import encode, names_to_encode, require_one_format, require_taken
 from weightlink.hooks import messages as m
-from weightlink.hooks.errors import ConfigError, LayoutError, PluginError
+from weightlink.hooks.errors import ConfigError, CoverageError, LayoutError, PluginError
 from weightlink.hooks.geometry import EncodedPart, Layout, Opaque, ParamSpec, Quantised, RegionBuilder, TensorSpec
 from weightlink.hooks.manager import PluginManager
 from weightlink.plan import EngineLayouts, build_plan, owned_names
@@ -344,20 +344,24 @@ def test_an_fp8_engine_gets_what_it_would_load_itself(grid, tmp_path, cell):
 
 
 @pytest.mark.parametrize("engine", [{"tp": 2}, pytest.param({}, marks=pytest.mark.grid)], ids=str)
-def test_fused_latent_projections_and_padded_experts_in_fp8(tmp_path, engine):
-    """DeepSeek-V3: q_a and kv_a in one parameter, values and scales; experts that SGLang pads to whole blocks at TP2;
-    an fp32 router bias. SGLang's scales of a quantised KV cache are no weights of the checkpoint."""
-    plain = toys.make("deepseek_v3", tmp_path / "plain")
-    path = fp8.checkpoint(plain, tmp_path / "fp8", [8, 8], ["lm_head"])
+def test_fused_latent_projections_and_experts_in_fp8(tmp_path, engine):
+    """DeepSeek-V3: q_a and kv_a in one parameter, values and scales; an fp32 router bias. SGLang's scales of a
+    quantised KV cache are no weights of the checkpoint."""
+    deepseek(tmp_path, 4, engine)
+
+
+def test_blocks_that_the_engine_does_not_load_are_named(tmp_path):
+    """72 rows are 9 blocks of 8. SGLang gives each of two ranks 4 of them, and leaves the last one's scales out."""
+    with pytest.raises(CoverageError, match=r"experts.3.up_proj.weight_scale_inv on e: .* takes 128 of 144 elements"):
+        deepseek(tmp_path, 8, {"tp": 2})
+
+
+def deepseek(folder: Path, block: int, engine: dict[str, int]) -> None:
+    plain = toys.make("deepseek_v3", folder / "plain")
+    path = fp8.checkpoint(plain, folder / "fp8", [block, block], ["lm_head"])
     weights = load_file(plain / "model.safetensors")
-    judge(
-        [plain_trainer(weights, "bfloat16")],
-        [list(weights.values())],
-        path,
-        engine,
-        tmp_path,
-        declared=("*.k_scale", "*.v_scale"),
-    )
+    trainer = plain_trainer(weights, "bfloat16")
+    judge([trainer], [list(weights.values())], path, engine, folder, declared=("*.k_scale", "*.v_scale"))
 
 
 def judge(
