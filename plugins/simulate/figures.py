@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from weightlink.converters.boxes import Boxes, overlaps
 from weightlink.hooks.geometry import ITEMSIZE, Int64, Layout, Regions
-from weightlink.plan import EngineLayouts, Plan, merge_manifest
+from weightlink.plan import EngineLayouts, Plan
+from weightlink.survey import merge_manifest
 
 IN_FLIGHT = 2
 Floats = npt.NDArray[np.float64]

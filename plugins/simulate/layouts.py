@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from weightlink.hooks.errors import WeightlinkError, rebuild
 from weightlink.hooks.geometry import Layout
-from weightlink.plan import merge_manifest
 from weightlink.plugins.demo.engine import require_platform
 from weightlink.plugins.demo.processes import pipes, start, stop, tail
 from weightlink.plugins.simulate.notation import Engine, Trainer
 from weightlink.plugins.simulate.nursery import Made, Request, manifest_file
 from weightlink.plugins.simulate.stored import Stored, unpack_rank
+from weightlink.survey import merge_manifest
 
 NOTES = (
     "trainer: Megatron-Core's own model of every rank on the meta device, read as at connect",
