@@ -159,8 +159,10 @@ def read_layout(
     """
     known: list[tuple[Shard, Match]] = []
     missing: set[str] = set()
+    excluded: set[str] = set()
     for shard in shards:
         if any(fnmatchcase(shard.key, pattern) for pattern in exclude):
+            excluded.add(shard.key)
             continue
         match = family.match(shard.key, sizes, rank)
         if match is None:
@@ -216,7 +218,7 @@ def read_layout(
                 stride=[0, *stride] if match.rule.stack else stride,
             )
     held = tuple(tensors[name] for name in index)
-    layout = Layout(rank, held, tuple(params), regions.build())
+    layout = Layout(rank, held, tuple(params), regions.build(), excluded=tuple(sorted(excluded)))
     layout.validate()
     return layout, sources
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from weightlink.client import EngineClient, fan_out, raise_failures
 from weightlink.converters.megatron import require_one_parameter
+from weightlink.declared import require_declared
 from weightlink.encoded import encode, names_to_encode, require_encoder, require_one_format, require_taken
 from weightlink.hooks import messages as m
 from weightlink.hooks.errors import ConfigError, EngineUnavailable, ErrorInfo, PlanMismatch
@@ -238,6 +239,7 @@ def _layouts(
         engines = _observe(encoded, contexts, clients, adapter, settings, deadline)
         require_taken(engines, layouts, encoded)
         layouts = encoded
+    require_declared(settings, layouts, [layout for engine in engines for layout in engine.layouts])
     return layouts, engines, names
 
 

@@ -242,6 +242,7 @@ class Layout:
         touches an opaque parameter
     :param quantised: what the engine keeps in another form than the manifest has it; an encoder's business
     :param host: name of the rank's machine; empty if it is not known
+    :param excluded: the rank's own names for what the user declared not to be sent
     """
 
     rank: str
@@ -252,6 +253,7 @@ class Layout:
     opaque: tuple[Opaque, ...] = ()
     quantised: tuple[Quantised, ...] = ()
     host: str = ""
+    excluded: tuple[str, ...] = ()
 
     @property
     def staged_bytes(self) -> int:
@@ -270,6 +272,7 @@ class Layout:
                 self.opaque,
                 self.quantised,
                 self.host,
+                self.excluded,
             )
         )
 
@@ -282,9 +285,8 @@ class Layout:
             raise LayoutError(f"not a layout: {error}") from error
         regions = Regions(*_restore(packed.regions, Regions(), Regions.COLUMNS))
         fills = Fills(*_restore(packed.fills, Fills(), Fills.COLUMNS))
-        layout = cls(
-            packed.rank, packed.tensors, packed.params, regions, fills, packed.opaque, packed.quantised, packed.host
-        )
+        rest = packed.opaque, packed.quantised, packed.host, packed.excluded
+        layout = cls(packed.rank, packed.tensors, packed.params, regions, fills, *rest)
         layout.validate()
         return layout
 
@@ -324,6 +326,7 @@ class _PackedLayout(msgspec.Struct, frozen=True, array_like=True):
     opaque: tuple[Opaque, ...]
     quantised: tuple[Quantised, ...]
     host: str
+    excluded: tuple[str, ...]
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -33,7 +33,7 @@ class TrainingAdapter(Protocol):
 
     def layout(self, context: EngineContext, family: str | None, exclude: Sequence[str] = ()) -> Layout:
         """This rank's regions in canonical form, without the parameters whose own names match ``exclude`` (names, or
-        patterns with ``*``). Raises ``NameMapError`` for a parameter without a rule."""
+        patterns with ``*``); the layout's ``excluded`` names them. Raises ``NameMapError`` for one without a rule."""
 
     def tensors(self) -> Sequence[torch.Tensor]:
         """The live local tensor of every entry of the last layout's ``params``, in that order, resolved now (a

@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from weightlink.hooks import hookimpl
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import (
+    ConfigError,
     ConflictError,
     CoverageError,
     LayoutError,
@@ -656,6 +658,22 @@ def test_an_unknown_name_or_shape_is_refused_before_any_group_is_formed(rigs):
     with pytest.raises(CoverageError, match="unknown"):
         rig.connect()
     assert not rig.engines["http://e0"].port.paused
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"), [("exclude", "parameter of the trainer"), ("ignore", "tensor"), ("engine_owned", "an engine")]
+)
+def test_a_declaration_that_matches_nothing_is_refused(rigs, setting, what):
+    """It may be a slip: the subset that was to be held back would be sent."""
+    rig, _ = rigs(41, **{setting: ("no.such.*",)})
+    with pytest.raises(ConfigError, match=rf"{setting}: 'no.such.\*' matches no .*{what}"):
+        rig.connect()
+    known = rig.trainers[1].own.tensors[0].name
+    for trainer in rig.trainers:
+        trainer.own.excluded = ("vision.proj",)
+    value = {"exclude": "vision.*", "ignore": known, "engine_owned": "*"}[setting]
+    rig.settings = msgspec.structs.replace(rig.settings, **{setting: (value,)})
+    rig.connect()
 
 
 def test_programs_for_another_world_are_refused(rigs):

@@ -289,6 +289,7 @@ def test_excluded_parameters_need_no_rule():
     entries = [cut(key, torch.zeros(3), 0, 3) for key in ("decoder.final_layernorm.weight", "vision.proj")]
     layout, _ = read(entries, exclude=["vision.*"])
     assert [param.name for param in layout.params] == ["decoder.final_layernorm.weight"]
+    assert type(layout).unpack(layout.pack()).excluded == ("vision.proj",)
 
 
 PARTS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -133,7 +134,8 @@ class MegatronAdapter:
         for module in self._modules:
             # A fresh dict each time: Megatron adds entries of its own to it.
             shards += entries(module.sharded_state_dict(metadata=dict(METADATA)))
-        _require_tied_alike(context.hf_config, {shard.key for shard in shards}, self.rank)
+        sent = {s.key for s in shards if not any(fnmatchcase(s.key, pattern) for pattern in exclude)}
+        _require_tied_alike(context.hf_config, sent, self.rank)
         config = self._modules[0].config
         require_same_rotation(config, family, self.rank)
         layout, sources = read_layout(
