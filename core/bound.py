@@ -115,7 +115,7 @@ class Ring:
         room = np.where(b.direct == 0, -(-b.nbytes // ROW) * ROW, 0)
         staged = [int(room[numbers].sum()) for numbers in self.rounds]
         travels = [int(b.nbytes[numbers].sum()) for numbers in self.rounds]
-        self.size = 2 * max(staged, default=0)
+        self.size = min(2 * max(staged, default=0), sum(staged))
         # Without staging nothing but the network's buffers needs a bound: as many bytes as two full rounds.
         budget = 2 * max(travels, default=0)
         self.starts: list[int | None] = [None] * len(b)
