@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,39 @@ def test_the_overhead_bench_pushes_to_a_real_server(tmp_path: Path) -> None:
     report = bench("overhead", "--runs", "2", folder=tmp_path)
     require_form(report, "overhead", [("cached", "2+2")])
     assert report["results"][0]["detail"]["bytes"] > 0
+
+
+def test_the_planner_bench_measures_every_case_beside_awex(tmp_path: Path) -> None:
+    svg = tmp_path / "curve.svg"
+    report = bench("planner", "--size", "0.02", "--runs", "1", "--svg", str(svg), folder=tmp_path)
+    one = [(side, kind) for side in ("trainer", "engine") for kind in ("", " cpu", " memory")]
+    cases = [("awex-global", ""), ("awex-pruned", "trainer"), ("awex-pruned", "engine"), ("balance", ""), ("bytes", "")]
+    cases += [("1t-rank", side + kind) for side, kind in one] + [("curve", str(n)) for n in (4, 4, 8, 16, 32)]
+    require_form(report, "planner", cases)
+    quality = {row["case"]: row for row in report["results"] if row["case"] in ("balance", "bytes")}
+    assert quality["bytes"]["value"] == 1.0
+    assert 1.0 - 1e-9 <= quality["balance"]["value"] <= 1.05
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+
+
+def test_both_planners_are_given_the_same_cuts() -> None:
+    from weightlink.plugins.bench.cuts import mixture
+
+    case = mixture(layers=8, experts=128, hidden=256, inter=384, vocab=1280)
+    trainers, engine = case.layouts()
+    metadata = case.metadata()[1]
+    for n in (0, 2, 5, 10, 20):  # cut, whole, cut along columns, experts
+        cut, meta = case.cuts[n], metadata[n]
+        told = {(s.global_rank, s.global_offset, s.shape) for replica in meta.replicas for s in replica.shards}
+        ours = set()
+        for rank, layout in enumerate(trainers):
+            for row, tensor in enumerate(layout.regions.tensor.tolist()):
+                if layout.tensors[tensor].name == cut.name:
+                    dims = len(cut.shape)
+                    lo, size = (tuple(getattr(layout.regions, c)[row][:dims].tolist()) for c in ("lo", "size"))
+                    ours.add((rank, lo, size))
+        assert ours == told
+    assert (len(trainers), len(engine)) == (256, 128)
 
 
 @pytest.mark.parametrize("arguments", [["none"], ["wire", "--case", "none"]])

@@ -16,6 +16,7 @@ from weightlink.plugins.demo.processes import interruptible
 #: Benchmarks by name; the modules are imported when they are asked for.
 BENCHES = {
     "wire": "weightlink.plugins.bench.wire",
+    "planner": "weightlink.plugins.bench.planner",
     "overhead": "weightlink.plugins.bench.overhead",
     "memory": "weightlink.plugins.bench.memory",
 }
@@ -31,13 +32,14 @@ def bench(
         int | None, typer.Option(help="Buckets that a rank sends, or receives, per round; 0 is no bound.", min=0)
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each benchmark.")] = 1800.0,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the cost curve into this file.")] = None,
 ) -> None:
     """Measure weightlink beside a reference, in turns, in one run on this machine.
 
     A ratio above 1 means better than the reference. The JSON is an object for one NAME, a list of such for several.
     """
     console = Console(stderr=json == "-")
-    options = Options(size=size, runs=runs, cases=tuple(case or ()), max_peers=max_peers, timeout=timeout)
+    options = Options(size=size, runs=runs, cases=tuple(case or ()), max_peers=max_peers, timeout=timeout, svg=svg)
     modules = {name: _find(name) for name in dict.fromkeys(names)}
     known = [name for module in modules.values() for name in module.CASES]
     for asked in options.cases:

@@ -21,6 +21,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     :param cases: only these cases; all of them if empty
     :param max_peers: buckets that a rank sends, or receives, in one round; 0 is no bound, None the default setting
     :param timeout: seconds for one benchmark
+    :param svg: file for the curve of a benchmark that has one
     """
 
     size: float = 1.0
@@ -28,6 +29,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[str, ...] = ()
     max_peers: int | None = None
     timeout: float = 1800.0
+    svg: str | None = None
 
     def wants(self, case: str) -> bool:
         """The case is among those asked for."""

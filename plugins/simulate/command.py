@@ -12,7 +12,7 @@ from rich.table import Table
 from weightlink.cli import JsonOption, write_json
 from weightlink.hooks.errors import ConfigError
 from weightlink.hooks.settings import WireSettings
-from weightlink.plan import EngineLayouts, Plan, build_plan
+from weightlink.plan import EngineLayouts, Plan, make_plan, prove_engine, survey_of
 from weightlink.plugins.demo.processes import interruptible
 from weightlink.plugins.simulate import layouts, models
 from weightlink.plugins.simulate.clock import Links, Timeline, lower_bound, run
@@ -38,6 +38,9 @@ IgnoreOption = Annotated[
     list[str] | None, typer.Option(help="Canonical name or pattern that no engine takes; may be repeated.")
 ]
 BucketOption = Annotated[int, typer.Option(help="MiB of a bucket.", min=1, max=2048)]
+DirectOption = Annotated[
+    int, typer.Option(help="KiB from which a copy that is one run at both ends travels by itself.", min=1)
+]
 PeersOption = Annotated[int, typer.Option(help="Buckets that a rank sends, or receives, in one round.", min=1)]
 JobsOption = Annotated[int | None, typer.Option(help="Ranks whose layouts are made at a time; all cores if left out.")]
 _WIRE = WireSettings()
@@ -51,18 +54,19 @@ def plan(
     load: LoadOption = None,
     ignore: IgnoreOption = None,
     bucket: BucketOption = _WIRE.bucket_bytes >> 20,
+    direct: DirectOption = _WIRE.direct_bytes >> 10,
     max_peers: PeersOption = _WIRE.max_peers,
     jobs: JobsOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Make the plan of an update without GPUs or weights, and say what it costs.
+    """Make and prove the plan of an update without GPUs or weights, and say what it costs.
 
     The layouts come from Megatron's and SGLang's own models on the meta device.
     """
     console = Console(stderr=json == "-")
     with interruptible():
         stored = _layouts(model, trainer, engines, save, load, console, jobs)
-        _, found = _plan(stored, bucket, max_peers, ignore, console)
+        _, found = _plan(stored, _wire(bucket, direct, max_peers), ignore, console, prove=True)
     _show(stored, found, console)
     if json is not None:
         write_json(json, {"model": stored.model, "notes": stored.notes, "plan": found})
@@ -82,6 +86,7 @@ def simulate(
     load: LoadOption = None,
     ignore: IgnoreOption = None,
     bucket: BucketOption = _WIRE.bucket_bytes >> 20,
+    direct: DirectOption = _WIRE.direct_bytes >> 10,
     max_peers: PeersOption = _WIRE.max_peers,
     jobs: JobsOption = None,
     json: JsonOption = None,
@@ -96,7 +101,7 @@ def simulate(
     console = Console(stderr=json == "-")
     with interruptible():
         stored = _layouts(model, trainer, engines, save, load, console, jobs)
-        made, found = _plan(stored, bucket, max_peers, ignore, console)
+        made, found = _plan(stored, _wire(bucket, direct, max_peers), ignore, console, prove=False)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("buckets", total=found.messages)
             timeline = run(made, links, lambda done: progress.update(task, completed=done))
@@ -142,15 +147,30 @@ def _layouts(
     return stored
 
 
+def _wire(bucket: int, direct: int, max_peers: int) -> WireSettings:
+    return WireSettings(bucket_bytes=bucket << 20, direct_bytes=direct << 10, max_peers=max_peers)
+
+
 def _plan(
-    stored: Stored, bucket: int, max_peers: int, ignore: list[str] | None, console: Console
+    stored: Stored, wire: WireSettings, ignore: list[str] | None, console: Console, *, prove: bool
 ) -> tuple[Plan, Figures]:
+    """The plan, and what it costs.
+
+    :param prove: also the proof that every engine rank makes for itself at connect
+    """
     each: list[EngineLayouts] = stored.each_engine()
     with console.status("planning"):
-        made = build_plan(
-            stored.trainers, each, WireSettings(bucket_bytes=bucket << 20, max_peers=max_peers), ignore=ignore or ()
+        made = make_plan(
+            survey_of(stored.trainers, each), wire, names=[engine.name for engine in each], ignore=ignore or ()
         )
-        return made, figures(made, stored.trainers, each)
+        found = figures(made, stored.trainers, each)
+    if prove:
+        first = 0
+        for label, count, _ in stored.engines:
+            with console.status(f"proving {label}"):
+                prove_engine(made, first, each[first])
+            first += count
+    return made, found
 
 
 def _show(stored: Stored, found: Figures, console: Console) -> None:

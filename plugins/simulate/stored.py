@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from weightlink.hooks.errors import ConfigError, LayoutError
 from weightlink.hooks.geometry import Fills, Layout, Opaque, ParamSpec, Quantised, Regions, TensorSpec
 from weightlink.plan import EngineLayouts
 
-FORM = "weightlink layouts 1"
+FORM = "weightlink layouts 2"
 
 
 class _Rank(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +33,7 @@ class _File(msgspec.Struct, frozen=True):
     trainer: str
     notes: tuple[str, ...]
     manifest: tuple[TensorSpec, ...]
-    trainers: tuple[bytes, ...]
+    trainers: tuple[tuple[bytes, bytes], ...]
     engines: tuple[tuple[str, int, tuple[bytes, ...]], ...]
 
 
@@ -63,13 +63,14 @@ class Stored(msgspec.Struct, frozen=True):
 
     def save(self, path: Path) -> None:
         """Write the file. Raises :class:`ConfigError`."""
+        places = {spec.name: n for n, spec in enumerate(self.manifest)}
         file = _File(
             FORM,
             self.model,
             self.trainer,
             self.notes,
             self.manifest,
-            tuple(layout.pack() for layout in self.trainers),
+            tuple((_column(_numbers(layout, places)), pack_rank(layout)) for layout in self.trainers),
             tuple((label, count, tuple(map(pack_rank, layouts))) for label, count, layouts in self.engines),
         )
         try:
@@ -91,7 +92,10 @@ class Stored(msgspec.Struct, frozen=True):
             file.trainer,
             file.notes,
             file.manifest,
-            tuple(Layout.unpack(data) for data in file.trainers),
+            tuple(
+                unpack_rank(data, tuple(file.manifest[n] for n in np.frombuffer(numbers, "<i8").tolist()))
+                for numbers, data in file.trainers
+            ),
             tuple(
                 (label, count, tuple(unpack_rank(data, file.manifest) for data in ranks))
                 for label, count, ranks in file.engines
@@ -124,9 +128,9 @@ def unpack_rank(data: bytes, tensors: tuple[TensorSpec, ...]) -> Layout:
     return Layout(rank.rank, tensors, rank.params, regions, fills, rank.opaque, rank.quantised)
 
 
-def renamed(layout: Layout, rank: str) -> Layout:
-    """The layout under another name."""
-    return replace(layout, rank=rank)
+def _numbers(layout: Layout, places: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    """Where the layout's tensors are in the manifest."""
+    return np.array([places[spec.name] for spec in layout.tensors], np.int64)
 
 
 def _column(array: npt.NDArray[Any]) -> bytes:
