@@ -177,14 +177,13 @@ class Survey:
         for holdings in (self.trainers, *self.engines):
             digest.update(len(holdings).to_bytes(8, "little"))
             for h in holdings:
-                digest.update(msgspec.msgpack.encode((h.rank, h.host, len(h))))
-                for column in (h.tensor, h.dtype, h.box):
-                    digest.update(np.ascontiguousarray(column).astype("<i8").tobytes())
+                digest.update(_encode(_pack(h)))
         for part in parts:
             digest.update(part)
         return digest.hexdigest()
 
 
+_encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(_PackedSurvey)
 
 

@@ -21,13 +21,14 @@ class WireSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     :param transport: name of the transport plugin
     :param bucket_bytes: payload bytes of one bucket; bounds staging memory
-    :param direct_bytes: copies that are contiguous at both ends and at least this large travel without packing
+    :param direct_bytes: copies of at least this many bytes have a bucket to themselves, and are not packed where an end
+        has them in one run of memory
     :param max_peers: buckets that one rank sends, or receives, in one round
     """
 
     transport: str = "p2p"
     bucket_bytes: Annotated[int, Meta(ge=4096, le=1 << 31)] = 32 << 20
-    direct_bytes: Annotated[int, Meta(ge=1)] = 1 << 20
+    direct_bytes: Annotated[int, Meta(ge=1)] = 4 << 20
     max_peers: Annotated[int, Meta(ge=1, le=1024)] = 1
 
 

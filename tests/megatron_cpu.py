@@ -32,7 +32,7 @@ class Megatron:
         )
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._pipe(self._process.stdout), selectors.EVENT_READ)
-        self._reply(120.0)
+        self._reply(300.0)
 
     @staticmethod
     def _pipe(pipe: Any) -> Any:

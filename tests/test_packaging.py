@@ -72,7 +72,9 @@ class TestWheel:
     def test_it_holds_every_module_and_nothing_else(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             names = {name for name in archive.namelist() if ".dist-info/" not in name}
-        assert names == {installed_name(path) for path in sources()} | {"weightlink/py.typed"}
+        models = {f"weightlink/{path.relative_to(ROOT)}" for path in ROOT.glob("plugins/simulate/models/*.json")}
+        assert len(models) == 4
+        assert names == {installed_name(path) for path in sources()} | models | {"weightlink/py.typed"}
 
     def test_its_entry_points_and_licence(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import multiprocessing
-import pickle
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -69,7 +68,6 @@ class _Both:
         self.survey = survey_of(self.trainers, self.engines)
         self.packed = self.survey.pack()
         self.infer, self.train = case.metadata()
-        self.pickled = b""
         self.builder = TransferPlanBuilder(case.ranks * case.engines, case.trainers, case.engines)
 
     def plan(self) -> Plan:
@@ -91,17 +89,11 @@ class _Both:
         rank -= self.case.trainers
         return len(plan.receive_program(0, rank, self.engine[rank]).copies)
 
-    def pack_theirs(self) -> None:
-        """Keep awex's metadata as it travels, and forget the objects."""
-        self.pickled = pickle.dumps((self.infer, self.train))
-        self.infer, self.train = [], []
-
     def theirs(self, rank: int) -> int:
         """awex's local plan of the same rank, which it numbers behind the engines'."""
-        held = pickle.loads(self.pickled) if self.pickled else (self.infer, self.train)
         infer = self.case.ranks * self.case.engines
         number = infer + rank if rank < self.case.trainers else rank - self.case.trainers
-        plan = self.builder.build_local_transfer_plan(*held, number)
+        plan = self.builder.build_local_transfer_plan(self.infer, self.train, number)
         return sum(len(ops) for ops in plan.inter_operations.values())
 
 
@@ -163,8 +155,6 @@ def _trillion(options: Options, runs: int) -> list[Case]:
         "tensors": len(both.case.cuts),
         "survey MB": len(both.packed) / 1e6,
     }
-    both.pack_theirs()
-    detail["pickle MB"] = len(both.pickled) / 1e6
     found = []
     for variant, rank in (("trainer", 0), ("engine", both.case.trainers)):
         ours, theirs = [], []
