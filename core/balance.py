@@ -76,7 +76,6 @@ def _share(nbytes: Int64, receiver: Int64, own: Int64, load: Int64, near: tuple[
     """The holder of each copy of one set, of which nothing is part of ``load`` yet."""
     quota = _pour(load[own], int(nbytes.sum()))
     chosen = np.full(len(nbytes), -1, np.int64)
-    left = quota.copy()
     if near is not None:
         sender_host, receiver_host = near[0][own], near[1][receiver]
         for host in np.intersect1d(sender_host[sender_host >= 0], receiver_host):
@@ -86,10 +85,9 @@ def _share(nbytes: Int64, receiver: Int64, own: Int64, load: Int64, near: tuple[
             chosen[rows] = here[_cut(nbytes[rows], _shrink(room, int(nbytes[rows].sum())))]
         taken = np.bincount(chosen[chosen >= 0], nbytes[chosen >= 0], len(own)).astype(np.int64)
         rest = chosen < 0
-        left = _pour(load[own] + taken, int(nbytes[rest].sum()))
-        chosen[rest] = _cut(nbytes[rest], left)
+        chosen[rest] = _cut(nbytes[rest], _pour(load[own] + taken, int(nbytes[rest].sum())))
     else:
-        chosen = _cut(nbytes, left)
+        chosen = _cut(nbytes, quota)
     reached = load[own] + np.bincount(chosen, nbytes, len(own)).astype(np.int64)
     level = int((load[own] + quota).max())
     fair = level * (1 + SLACK / 5) if near is None else level * (1 + SLACK) + int(nbytes.max(initial=0))

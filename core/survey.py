@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
@@ -135,6 +135,8 @@ def _unpack(packed: _Packed, tensors: int) -> Holding:
     box[:, :, :dims] = flat.reshape(n, 3, dims)
     if not (len(tensor) == len(dtype) == n) or (n and int(tensor.max()) >= tensors):
         raise ValueError("columns of different length, or a tensor that the manifest does not have")
+    if n and (int(dtype.max()) >= len(DTYPES) or int(box[:, 1:].min()) < 1 or int(box.min()) < 0):
+        raise ValueError("an unknown dtype, or a box without elements")
     return Holding(packed.rank, tensor.astype(np.int32), dtype.astype(np.int32), box.reshape(n, _BOX), packed.host)
 
 
@@ -144,7 +146,7 @@ class Survey:
 
     manifest: tuple[TensorSpec, ...]
     trainers: tuple[Holding, ...]
-    engines: tuple[tuple[Holding, ...], ...] = field(default=())
+    engines: tuple[tuple[Holding, ...], ...] = ()
 
     def pack(self) -> bytes:
         """The survey as one message."""

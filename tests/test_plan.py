@@ -187,6 +187,17 @@ def test_a_copy_that_reads_or_writes_elsewhere_is_refused(seed):
         verify_local(program, layout, np.arange(len(plan.manifest)), rank="r")
 
 
+@pytest.mark.parametrize(("column", "value"), [("dtype", 99), ("box", 0)])
+def test_a_malformed_survey_is_refused(column, value):
+    told = build_plan([shard("w", (4, 5))], engine(shard("w", (4, 5))), WIRE).survey
+    held = told.trainers[0]
+    wrong = dataclasses.replace(held, **{column: np.full_like(getattr(held, column), value)})
+    if column == "box":
+        wrong.box[:, 0] = 1  # a dimension without elements, not an unused one
+    with pytest.raises(PlanMismatch, match="not a survey"):
+        Survey.unpack(dataclasses.replace(told, trainers=(wrong,)).pack())
+
+
 def shard(name, shape, dtype="float32", rank="trainer 0", lo=None, whole=None, storage=0, start=0):
     """A layout with one region: a block of ``name`` from ``lo`` in a contiguous parameter."""
     build = RegionBuilder()

@@ -38,9 +38,7 @@ IgnoreOption = Annotated[
     list[str] | None, typer.Option(help="Canonical name or pattern that no engine takes; may be repeated.")
 ]
 BucketOption = Annotated[int, typer.Option(help="MiB of a bucket.", min=1, max=2048)]
-DirectOption = Annotated[
-    int, typer.Option(help="KiB from which a copy that is one run at both ends travels by itself.", min=1)
-]
+DirectOption = Annotated[int, typer.Option(help="KiB from which a copy has a bucket to itself.", min=1)]
 PeersOption = Annotated[int, typer.Option(help="Buckets that a rank sends, or receives, in one round.", min=1)]
 JobsOption = Annotated[int | None, typer.Option(help="Ranks whose layouts are made at a time; all cores if left out.")]
 _WIRE = WireSettings()
