@@ -2,7 +2,8 @@
 
 A bucket travels in messages of bounded size, so that one is packed, checked or unpacked while the next is on the wire,
 and while it is still in the processor's cache. Where messages begin follows from the bucket's size alone: both ends
-agree, whatever each of them stages. Everything here is made once; an update that follows only runs over it.
+agree, whatever each of them stages. The copies of a message are put together where they lie regularly
+(:mod:`weightlink.coalesce`). Everything here is made once; an update that follows only runs over it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from weightlink.hooks.geometry import Fills
-from weightlink.program import DTYPES, Program
+from weightlink.coalesce import Strided, coalesce
+from weightlink.hooks.geometry import Fills, Int64
+from weightlink.program import DTYPES, ITEMSIZES, Program
 
 #: Bytes of a row, of which the checksum sees the position in its bucket.
 ROW = 4096
@@ -56,23 +58,43 @@ def _odd(seed: int, count: int) -> torch.Tensor:
     return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).integers(0, 1 << 63, count, np.int64) | 1)
 
 
+#: Equally long lists of views: of the staging memory, and of the parameters.
+Moves = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
 @dataclass
 class Message:
-    """One message of one bucket. ``packed`` and ``loose`` are equally long lists of views: of the staging memory, and
-    of the parameters, for the copies that this rank packs before it sends, or unpacks after it received, this one."""
+    """One message of one bucket. ``moves`` are the copies that this rank packs before it sends it, or unpacks after it
+    received it: those of one list are moved by one call."""
 
     peer: int
     first: int  # row of the bucket that it begins with
     data: torch.Tensor  # what travels: uint8, one-dimensional
     row: int = 0  # of the table of headers
-    packed: list[torch.Tensor] = field(default_factory=list)
-    loose: list[torch.Tensor] = field(default_factory=list)
+    moves: dict[object, Moves] = field(default_factory=dict)
     words: torch.Tensor | None = None  # of ``data``; None where it is not aligned
     rest: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.data.data_ptr() % 8 == 0 and self.data.storage_offset() % 8 == 0:
             self.words, self.rest = _rows(self.data)
+
+    def add(self, packed: torch.Tensor, loose: torch.Tensor) -> None:
+        """One more copy. CUDA fuses those of one list into few kernels if all are flat, and no dtype differs."""
+        kind = (packed.dtype, loose.dtype) if packed.is_contiguous() and loose.is_contiguous() else None
+        ours, theirs = self.moves.setdefault(kind, ([], []))
+        ours.append(packed)
+        theirs.append(loose)
+
+    def pack(self) -> None:
+        """Fills the staging memory from the parameters."""
+        for packed, loose in self.moves.values():
+            torch._foreach_copy_(packed, loose)
+
+    def unpack(self) -> None:
+        """Fills the parameters from the staging memory."""
+        for packed, loose in self.moves.values():
+            torch._foreach_copy_(loose, packed)
 
     def check(self, checksum: Checksum, out: torch.Tensor) -> None:
         """Writes the checksum of what ``data`` holds to ``out``."""
@@ -168,14 +190,15 @@ class Bound:
         self._most = message_bytes(staging.device)
         self._heads: list[tuple[int, int, int]] = []
         self._order: list[Message] = []
-        c = program.copies
-        order = np.lexsort((c.at, c.bucket))
-        bounds = np.searchsorted(c.bucket[order], np.arange(len(program.buckets) + 1))
-        self._rows = [order[bounds[n] : bounds[n + 1]] for n in range(len(program.buckets))]
-        self.bytes = int(c.nbytes.sum())
+        self._first = np.zeros(len(program.buckets), np.int64)  # each bucket's first message, in the order of travel
+        self.bytes = int(program.copies.nbytes.sum())
+        lone = np.zeros(len(program.buckets), np.int64)
+        lone[program.copies.bucket] = np.arange(len(program.copies))
         self.rounds = [
-            self._round(numbers, after, ring.starts) for numbers, after in zip(ring.rounds, ring.after, strict=True)
+            self._round(numbers, after, ring.starts, lone)
+            for numbers, after in zip(ring.rounds, ring.after, strict=True)
         ]
+        self._add_moves(np.array([-1 if start is None else start for start in ring.starts], np.int64))
         self.headers, self.peers = self._number()
         self.zeros, self.fills = self._fill_views(fills)
 
@@ -192,36 +215,62 @@ class Bound:
             {int(p): (int(a), int(b)) for p, a, b in zip(found, first, ends, strict=False)},
         )
 
-    def _round(self, numbers: list[int], after: int, starts: list[int | None]) -> Round:
-        buckets = [self._bucket(number, starts[number]) for number in numbers]
+    def _round(self, numbers: list[int], after: int, starts: list[int | None], lone: Int64) -> Round:
+        buckets = [self._bucket(number, starts[number], int(lone[number])) for number in numbers]
         most = max(len(messages) for messages in buckets)
         return Round(after, [[messages[k] for messages in buckets if k < len(messages)] for k in range(most)])
 
-    def _bucket(self, number: int, start: int | None) -> list[Message]:
-        b, c = self._program.buckets, self._program.copies
-        rows, nbytes, peer = self._rows[number], int(b.nbytes[number]), int(b.peer[number])
-        loose = [self._view(row) for row in rows.tolist()]
-        if start is None:
-            payload = loose[0].reshape(-1).view(torch.uint8)
-        else:
-            payload = self._staging[start : start + nbytes]
+    def _bucket(self, number: int, start: int | None, row: int) -> list[Message]:
+        """:param row: the bucket's copy, if it has but one"""
+        b = self._program.buckets
+        nbytes, peer = int(b.nbytes[number]), int(b.peer[number])
+        payload = self._in_place(row) if start is None else self._staging[start : start + nbytes]
         size = self._most or nbytes
         messages = [Message(peer, at // ROW, payload[at : at + size]) for at in range(0, nbytes, size)]
+        self._first[number] = len(self._order)
         self._heads += [(int(b.id[number]), at, min(size, nbytes - at)) for at in range(0, nbytes, size)]
         self._order += messages
-        if start is not None:
-            edge = c.at[rows] + (c.nbytes[rows] - 1 if self._unpack else 0)
-            for row, view, m in zip(rows.tolist(), loose, (edge // size).tolist(), strict=True):
-                at, dtype = int(c.at[row]), getattr(torch, DTYPES[int(c.dtype[row])])
-                messages[m].packed.append(payload[at : at + view.numel() * dtype.itemsize].view(dtype).view(view.shape))
-                messages[m].loose.append(view)
         return messages
 
-    def _view(self, row: int) -> torch.Tensor:
+    def _in_place(self, row: int) -> torch.Tensor:
+        """The bytes of a copy that is one run of its parameter's memory."""
         c = self._program.copies
-        shape, stride = simplify(c.size[row].tolist(), c.stride[row].tolist())
         tensor = self._live[int(c.param[row])]
-        return tensor.as_strided(shape, stride, tensor.storage_offset() + int(c.offset[row]))
+        start = tensor.storage_offset() + int(c.offset[row])
+        return tensor.as_strided((int(c.size[row].prod()),), (1,), start).view(torch.uint8)
+
+    def _add_moves(self, starts: Int64) -> None:
+        """Hands the messages the copies from and to staging memory, as few as there can be.
+
+        :param starts: of each bucket in the staging memory; -1 for those in place
+        """
+        c, b = self._program.copies, self._program.buckets
+        places, place, offset = _places(self._live)
+        rows = np.flatnonzero(starts[c.bucket] >= 0)
+        bucket, dtype, param = c.bucket[rows], c.dtype[rows].astype(np.int64), c.param[rows]
+        edge = c.at[rows] + (c.nbytes[rows] - 1 if self._unpack else 0)
+        message = self._first[bucket] + edge // (self._most or np.maximum(b.nbytes[bucket], 1))
+        found = coalesce(
+            Strided.of(
+                (message * len(places) + place[param]) * len(DTYPES) + dtype,
+                (starts[bucket] + c.at[rows]) // ITEMSIZES[dtype],
+                offset[param] + c.offset[rows],
+                c.size[rows],
+                c.stride[rows],
+            )
+        )
+        staged = [self._staging.view(getattr(torch, name)) for name in DTYPES]
+        for group, wire, memory, dims, size, wire_stride, memory_stride in zip(
+            *(column.tolist() for column in (found.group, found.wire, found.memory, found.dims)),
+            *(column.tolist() for column in (found.size, found.wire_stride, found.memory_stride)),
+            strict=True,
+        ):
+            number, kind = divmod(group, len(DTYPES))
+            number, where = divmod(number, len(places))
+            self._order[number].add(
+                staged[kind].as_strided(size[:dims], wire_stride[:dims], wire),
+                places[where].as_strided(size[:dims], memory_stride[:dims], memory),
+            )
 
     def _fill_views(self, f: Fills) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, float]]]:
         zeros, others = [], []
@@ -237,16 +286,17 @@ class Bound:
         return zeros, others
 
 
-def simplify(size: list[int], stride: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same elements in the same order with the fewest dimensions."""
-    dims: list[tuple[int, int]] = []
-    for n, s in zip(size, stride, strict=True):
-        if n == 1:
-            continue
-        if dims and dims[-1][1] == n * s:
-            dims[-1] = (dims[-1][0] * n, s)
-        else:
-            dims.append((n, s))
-    if not dims:
-        dims = [(1, 1)]
-    return tuple(n for n, _ in dims), tuple(s for _, s in dims)
+def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Int64, Int64]:
+    """Tensors of one storage and dtype are one place: a trainer may keep all its parameters in a few flat buffers.
+
+    :returns: a tensor of each place; each tensor's place; each tensor's first element in its storage"""
+    found: dict[tuple[int, int, torch.dtype], int] = {}
+    places: list[torch.Tensor] = []
+    numbers = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        number = found.setdefault((storage.data_ptr(), storage.nbytes(), tensor.dtype), len(places))
+        if number == len(places):
+            places.append(tensor)
+        numbers.append(number)
+    return places, np.array(numbers, np.int64), np.array([t.storage_offset() for t in tensors], np.int64)

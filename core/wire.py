@@ -114,8 +114,7 @@ class Sender(_Side):
             for step, post in zip(this.steps, this.posts, strict=True):
                 started = time.monotonic()
                 for message in step:
-                    if message.packed:
-                        torch._foreach_copy_(message.packed, message.loose)
+                    message.pack()
                     message.check(self._checksum, self._sums[message.row])
                 moved.apply += time.monotonic() - started
                 pending.append(channel.post(post, [], deadline))
@@ -159,8 +158,7 @@ class Receiver(_Side):
                 started = time.monotonic()
                 for message in step:
                     message.check(self._checksum, self._sums[message.row])
-                    if message.packed:
-                        torch._foreach_copy_(message.loose, message.packed)
+                    message.unpack()
                 moved.apply += time.monotonic() - started
         channel.post([], self._tables(bound, self._theirs), deadline).wait(deadline)
         if bound.zeros:
