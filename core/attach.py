@@ -15,15 +15,17 @@ from weightlink.client import EngineClient, fan_out, raise_failures
 from weightlink.converters.megatron import require_one_parameter
 from weightlink.declared import require_declared
 from weightlink.encoded import encode, names_to_encode, require_encoder, require_one_format, require_taken
+from weightlink.handshake import handshake
 from weightlink.hooks import messages as m
 from weightlink.hooks.errors import ConfigError, EngineUnavailable, ErrorInfo, PlanMismatch
 from weightlink.hooks.geometry import Layout
 from weightlink.plan import EngineLayouts, Plan, make_plan, owned_names, survey_of
 from weightlink.program import Program, verify_local
+from weightlink.relays import NOBODY
 from weightlink.rendezvous import connect, local_address_towards, new_key
 from weightlink.report import EngineLink
 from weightlink.survey import Survey, merge_manifest
-from weightlink.wire import Sender, handshake
+from weightlink.wire import Sender
 
 if TYPE_CHECKING:
     import torch
@@ -289,6 +291,8 @@ def _offer(
 ) -> None:
     """Every engine rank proves its own program before any group is formed."""
     numbers = {client.name: n for n, client in enumerate(clients)}
+    # One key per pair of neighbours, by the number of the second.
+    hops = {number: new_key() for number, engine in enumerate(plan.engines) if engine.relay != NOBODY}
 
     def offer(client: EngineClient) -> m.Reply:
         number = numbers[client.name]
@@ -307,6 +311,8 @@ def _offer(
             survey,
             number,
             engine_owned,
+            hops.get(number, ""),
+            hops.get(plan.passes_to(number), ""),
         )
         return client.send(request, deadline)
 
@@ -375,7 +381,7 @@ def _join(
                     deadline=deadline,
                 )
                 try:
-                    handshake(channel, program, adapter.device, deadline)
+                    handshake(channel, program.pair_digests(), adapter.device, deadline)
                     sender = Sender(program, settings.wire, adapter.device)
                 except BaseException:
                     channel.abort()

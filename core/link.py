@@ -46,7 +46,7 @@ def connect(
     :param group: the trainer's ranks; the default process group if None, this process alone if there is none
     :param settings: fields of :class:`LinkSettings` (``timeout``, ``token``, ``host``, ``pause_mode``, ``strict``,
         ``min_engines``, ``selector``, ``family``, ``exclude``, ``ignore``, ``engine_owned``) and of
-        :class:`WireSettings` (``transport``, ``bucket_bytes``, ``direct_bytes``, ``max_peers``)
+        :class:`WireSettings` (``transport``, ``bucket_bytes``, ``direct_bytes``, ``max_peers``, ``relay``)
     :raises WeightlinkError: the same on every rank; no weight has been changed then
     """
     chosen = _settings(settings)
@@ -70,6 +70,12 @@ def _settings(values: dict[str, Any]) -> LinkSettings:
     if unknown:
         known = sorted({*LinkSettings.__struct_fields__, *WireSettings.__struct_fields__} - {"wire"})
         raise ConfigError(f"unknown setting {unknown[0]!r}", expected=", ".join(known))
+    if values.get("min_engines") is not None:
+        # Chains are all or nothing: an engine that may stay away would keep those behind it waiting.
+        if wire.get("relay"):
+            raise ConfigError("engines that may fail alone cannot relay to one another", expected="relay=False",
+                              found=f"min_engines={values['min_engines']}")  # fmt: skip
+        wire["relay"] = False
     try:
         return msgspec.convert({**values, **({"wire": wire} if wire else {})}, LinkSettings)
     except msgspec.ValidationError as error:

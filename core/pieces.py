@@ -10,6 +10,7 @@ import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from weightlink.converters.boxes import Boxes, overlaps, union_volume
@@ -114,6 +115,12 @@ class Pieces:
         """Wire bytes per row of the table."""
         nbytes: Int64 = self.size.prod(axis=1) * ITEMSIZES[self.dtype]
         return nbytes[self.piece]
+
+    @cached_property
+    def nbytes(self) -> Int64:
+        """Wire bytes per copy."""
+        nbytes: Int64 = self.table_bytes[self.row]
+        return nbytes
 
 
 def pieces_of(

@@ -6,7 +6,7 @@ memory (:meth:`Plan.send_program`, :meth:`Plan.receive_program`). Nobody needs a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -29,6 +29,7 @@ from weightlink.program import (
     require_plain,
     verify_receive,
 )
+from weightlink.relays import NOBODY, choose_relays, source_of
 from weightlink.schedule import colour_rounds
 from weightlink.survey import Holding, Survey, merge_manifest
 
@@ -47,7 +48,10 @@ class EngineLayouts:
 @dataclass(frozen=True)
 class EnginePlan:
     """All buckets into one engine, numbered in the order of their rounds. ``bucket_src`` is a trainer rank,
-    ``bucket_dst`` an engine rank; a bucket that is ``bucket_alone`` holds one large copy."""
+    ``bucket_dst`` an engine rank; a bucket that is ``bucket_alone`` holds one large copy.
+
+    Where ``relay`` is the number of another engine, the buckets are that one's: each rank passes on to the rank of the
+    same number here what it received, in the same order."""
 
     name: str
     world: int
@@ -62,6 +66,7 @@ class EnginePlan:
     bucket_alone: Int64
     received: Int64
     """Wire bytes per engine rank, without alignment."""
+    relay: int = NOBODY
 
     @property
     def rounds(self) -> int:
@@ -78,8 +83,8 @@ class EnginePlan:
 class Plan:
     """A full update over one trainer and any number of engines.
 
-    ``sent_bytes`` are wire bytes per trainer rank, all engines together. ``layouts`` are kept by :func:`build_plan`
-    only, which knows those of every rank."""
+    ``sent_bytes`` are wire bytes per trainer rank, all engines together; what engines relay is not among them.
+    ``layouts`` are kept by :func:`build_plan` only, which knows those of every rank."""
 
     survey: Survey
     wire: WireSettings
@@ -100,8 +105,12 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Wire bytes of one update, all engines together."""
-        return int(self.sent_bytes.sum())
+        """Wire bytes that one update brings to all engines together."""
+        return sum(int(engine.received.sum()) for engine in self.engines)
+
+    def passes_to(self, engine: int) -> int:
+        """The engine that this one relays to, or :data:`~weightlink.relays.NOBODY`."""
+        return next((n for n, e in enumerate(self.engines) if e.relay == engine), NOBODY)
 
     def send_program(self, engine: int, rank: int, layout: Layout | None = None) -> Program:
         """What trainer rank ``rank``, whose layout this is, does for engine ``engine``.
@@ -113,7 +122,7 @@ class Plan:
         tensor_of = np.array([numbers[t.name] for t in own.tensors], np.int64)
         holding = self.survey.trainers[rank]
         _require_same(holding, Holding.of(own, tensor_of, holding.host))
-        mine = np.flatnonzero(e.bucket_src == rank)
+        mine = np.flatnonzero((e.bucket_src == rank) & (e.relay == NOBODY))
         place, copy = self._own(e, mine)
         row = e.pieces.row[copy]
         key = e.sources.key[e.pieces.source[e.pieces.piece[row]]]
@@ -266,25 +275,56 @@ def make_plan(survey: Survey, wire: WireSettings, *, names: Sequence[str] = (), 
         )
     found.raise_if_any("the trainer's tensors and the engines' do not match", COVERAGE_REMEDY)
 
-    starts = np.cumsum([0, *(len(e) for e in survey.engines)])
-    nbytes = [p.table_bytes[p.row] for p in every]
+    chosen, relay = _assign(survey, sources, every, relays=wire.relay)
+    served: dict[int, EnginePlan] = {
+        n: _engine(name, len(targets), every[n], sources, chosen[n], wire)
+        for n, (name, targets) in enumerate(zip(names, survey.engines, strict=True))
+        if relay[n] == NOBODY
+    }
+    engines = tuple(replace(served[source_of(relay, n)], name=name, relay=relay[n]) for n, name in enumerate(names))
+    sent = _sent(every, chosen, len(survey.trainers))
+    return Plan(survey, wire, engines, sent, survey.digest(msgspec.msgpack.encode(wire)))
+
+
+def _assign(
+    survey: Survey, sources: Sources, every: Sequence[Pieces], *, relays: bool
+) -> tuple[dict[int, Int64], list[int]]:
+    """The sending rank of every copy into every engine that the trainer serves, and who serves the others."""
+    relay = [NOBODY] * len(every)
+    chosen = _choose(survey, sources, every, relay)
+    twins = [next(k for k in range(n + 1) if every[k] is every[n]) for n in range(len(every))]
+    if relays and len(set(twins)) < len(twins):
+        sent = _sent(every, chosen, len(survey.trainers))
+        received = max(int(np.bincount(p.dst[p.row], p.nbytes).max(initial=0)) for p in every)
+        hosts = [[h.host for h in engine] for engine in survey.engines]
+        relay = choose_relays(twins, hosts, int(sent.max(initial=0)), received)
+        if any(upstream != NOBODY for upstream in relay):
+            chosen = _choose(survey, sources, every, relay)
+    return chosen, relay
+
+
+def _choose(survey: Survey, sources: Sources, every: Sequence[Pieces], relay: Sequence[int]) -> dict[int, Int64]:
+    served = [n for n, upstream in enumerate(relay) if upstream == NOBODY]
+    starts = np.cumsum([0, *(len(e) for e in survey.engines)]).tolist()
     sender = choose_senders(
-        _joined([sources.holders[p.source[p.piece[p.row]]] for p in every]),
+        _joined([sources.holders[every[n].source[every[n].piece[every[n].row]]] for n in served]),
         sources.sets,
-        _joined(nbytes),
-        _joined([start + p.dst[p.row] for p, start in zip(every, starts.tolist(), strict=False)]),
+        _joined([every[n].nbytes for n in served]),
+        _joined([starts[n] + every[n].dst[every[n].row] for n in served]),
         len(survey.trainers),
         hosts=[h.host for h in survey.trainers],
         receiver_hosts=[h.host for engine in survey.engines for h in engine],
     )
-    ends = np.cumsum([len(p) for p in every])
-    chosen = np.split(sender, ends[:-1]) if every else []
-    engines = tuple(
-        _engine(name, len(targets), pieces, sources, src, size, wire)
-        for name, targets, pieces, src, size in zip(names, survey.engines, every, chosen, nbytes, strict=True)
-    )
-    sent = np.bincount(sender, _joined(nbytes), len(survey.trainers)).astype(np.int64)
-    return Plan(survey, wire, engines, sent, survey.digest(msgspec.msgpack.encode(wire)))
+    ends = np.cumsum([len(every[n]) for n in served])
+    return dict(zip(served, np.split(sender, ends[:-1]), strict=True)) if served else {}
+
+
+def _sent(every: Sequence[Pieces], chosen: Mapping[int, Int64], ranks: int) -> Int64:
+    """Bytes per trainer rank."""
+    sent = np.zeros(ranks, np.int64)
+    for n, sender in chosen.items():
+        sent += np.bincount(sender, every[n].nbytes, ranks).astype(np.int64)
+    return sent
 
 
 def _joined(parts: Sequence[Int64]) -> Int64:
@@ -302,11 +342,9 @@ def same_boxes(a: Sequence[Holding], b: Sequence[Holding]) -> bool:
     )
 
 
-def _engine(
-    name: str, world: int, pieces: Pieces, sources: Sources, src: Int64, nbytes: Int64, wire: WireSettings
-) -> EnginePlan:
+def _engine(name: str, world: int, pieces: Pieces, sources: Sources, src: Int64, wire: WireSettings) -> EnginePlan:
     dst = pieces.dst[pieces.row]
-    packing = pack(src, dst, nbytes, wire.bucket_bytes, wire.direct_bytes)
+    packing = pack(src, dst, pieces.nbytes, wire.bucket_bytes, wire.direct_bytes)
     rounds = colour_rounds(packing.src, packing.dst, wire.max_peers)
     order = np.lexsort((packing.dst, packing.src, rounds))
     number = np.empty(len(order), np.int64)
@@ -323,7 +361,7 @@ def _engine(
         rounds[order],
         packing.nbytes[order],
         packing.alone[order],
-        np.bincount(dst, nbytes, world).astype(np.int64),
+        np.bincount(dst, pieces.nbytes, world).astype(np.int64),
     )
 
 

@@ -168,8 +168,18 @@ class Program:
     def pair_digest(self, peer: int) -> bytes:
         """16 bytes over everything that this rank and ``peer`` must agree on: manifest, canonical boxes, order, dtype,
         position on the wire. Local addresses are not part of it, so that both ends compute the same."""
+        return self._digest(np.flatnonzero(self.buckets.peer == peer))
+
+    def pair_digests(self) -> dict[int, bytes]:
+        """:meth:`pair_digest` of every peer."""
+        return {peer: self.pair_digest(peer) for peer in self.peers()}
+
+    def digest(self) -> bytes:
+        """16 bytes over all of it but local addresses: equal on equal ranks of engines that relay to one another."""
+        return self._digest(np.arange(len(self.buckets), dtype=np.int64))
+
+    def _digest(self, mine: Int64) -> bytes:
         b, c = self.buckets, self.copies
-        mine = np.flatnonzero(b.peer == peer)
         order = mine[np.argsort(b.id[mine], kind="stable")]
         digest = hashlib.blake2b(digest_size=16)
         digest.update(self.plan_digest.encode() + self.manifest_digest.encode())

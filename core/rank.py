@@ -17,15 +17,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from weightlink.handshake import handshake
 from weightlink.hooks import messages as m
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import ConflictError, ErrorInfo, LayoutMoved, PlanMismatch, WeightlinkError, describe
 from weightlink.hooks.manager import PluginManager
+from weightlink.hops import Hops, join_hops
 from weightlink.plan import make_plan
 from weightlink.program import Program, verify_receive
+from weightlink.relays import NOBODY
 from weightlink.rendezvous import connect, local_address_towards
 from weightlink.survey import Survey
-from weightlink.wire import Receiver, handshake
+from weightlink.wire import Receiver
 
 if TYPE_CHECKING:
     from weightlink.board import Board
@@ -97,11 +100,16 @@ class _Link:
     plan_digest: str
     channel: Channel
     receiver: Receiver
+    hops: Hops
     observed: _Observed  # what the plan was proven against; another trainer may have asked for a layout since
 
     @property
     def layout(self) -> Layout:
         return self.observed.layout
+
+    def abort(self) -> None:
+        self.channel.abort()
+        self.hops.abort()
 
 
 @dataclass
@@ -174,7 +182,7 @@ class EngineRank:
             self._begin_in_main(command.seq, request)
         else:
             if isinstance(request, m.Abort) and self._link is not None and self._holds(request):
-                self._link.channel.abort()  # now, from this thread: the owner thread may be waiting in it
+                self._link.abort()  # now, from this thread: the owner thread may be waiting in it
             self._enqueue(command)
         return Answer(command.seq)
 
@@ -274,6 +282,9 @@ class EngineRank:
             )
         # Whether the engine takes all that the trainer has is the trainer's business.
         plan = make_plan(survey, request.wire, ignore=("*",))
+        neighbours = plan.engines[request.engine].relay, plan.passes_to(request.engine)
+        if [n != NOBODY for n in neighbours] != [bool(request.upstream), bool(request.downstream)]:
+            raise PlanMismatch("the offer and the plan name other neighbours", rank=str(self._place), found=neighbours)
         program = plan.receive_program(request.engine, self._place.rank, observed.layout)
         verify_receive(
             program,
@@ -293,24 +304,27 @@ class EngineRank:
         offer, program, observed = offered
         self._close_link()
         deadline = Deadline.after(request.budget)
-        channel = self._plugins.transport(offer.wire.transport).open(
+        transport = self._plugins.transport(offer.wire.transport)
+        device = self._adapter.device
+        channel = transport.open(
             connect(offer.host, offer.port, deadline),
             key=offer.key,
             rank=offer.trainers + self._place.rank,
             size=offer.world,
             host=local_address_towards(offer.host, offer.port),
-            device=self._adapter.device,
+            device=device,
             wire=offer.wire,
             deadline=deadline,
         )
         try:
-            handshake(channel, program, self._adapter.device, deadline)
-            receiver = Receiver(program, observed.layout.fills, offer.wire, self._adapter.device)
+            handshake(channel, {} if offer.upstream else program.pair_digests(), device, deadline)
+            hops = join_hops(transport, offer, self._place.rank, program, device, deadline)
         except BaseException:
             channel.abort()
             channel.close()
             raise
-        self._link = _Link(offer.link, offer.epoch, offer.plan_digest, channel, receiver, observed)
+        receiver = Receiver(program, observed.layout.fills, offer.wire, device)
+        self._link = _Link(offer.link, offer.epoch, offer.plan_digest, channel, receiver, hops, observed)
         self._offer = None
         return b""
 
@@ -353,7 +367,7 @@ class EngineRank:
             update.step = "receiving"
             self._written = True
             tensors = self._live(link.layout, update.staging)
-            moved = link.receiver.run(tensors, link.channel, update.id, deadline)
+            moved = link.receiver.run(tensors, link.channel, update.id, deadline, link.hops)
             self._adapter.synchronize()
             link.channel.barrier(f"every rank to have applied update {update.id}", deadline)
             arrived = time.monotonic()
@@ -366,7 +380,7 @@ class EngineRank:
             self._adapter.synchronize()
         except BaseException:
             # Nothing can be received over a channel that stopped half way: peers must notice, now.
-            link.channel.abort()
+            link.abort()
             raise
         finally:
             if update.staging:
@@ -437,6 +451,7 @@ class EngineRank:
     def _close_link(self) -> None:
         if self._link is not None:
             self._link.channel.close()
+            self._link.hops.close()
             self._link = None
 
     def _require_link(self, link: str) -> _Link:

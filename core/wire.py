@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from weightlink.bound import ROW, Bound, Checksum, Ring
-from weightlink.hooks.errors import PlanMismatch, TransferError
+from weightlink.hooks.errors import TransferError
 from weightlink.hooks.geometry import Fills
+from weightlink.hops import UPSTREAM, Forward, Hops
 from weightlink.program import HEADER, Program
 from weightlink.threads import single_threaded
 
@@ -134,33 +135,49 @@ class Receiver(_Side):
         self._theirs = self._headers.clone()
         self._complete = False
 
-    def run(self, tensors: Sequence[torch.Tensor], channel: Channel, update: str, deadline: Deadline) -> Moved:
-        """Receive every bucket and copy it in place, and write the fills."""
+    def run(
+        self,
+        tensors: Sequence[torch.Tensor],
+        channel: Channel,
+        update: str,
+        deadline: Deadline,
+        hops: Hops = Hops(),  # noqa: B008 - nobody changes it
+    ) -> Moved:
+        """Receive every bucket and copy it in place, and write the fills. With an upstream neighbour everything comes
+        from it instead of ``channel``; a downstream neighbour is given everything that came."""
         # Parameters that were created in inference mode may only be written in it.
         inference = torch.inference_mode(any(t.is_inference() for t in tensors))
         with inference, torch.no_grad(), single_threaded(self._staging.device):
-            return self._run(tensors, channel, update, deadline)
+            return self._run(tensors, channel, update, deadline, hops)
 
-    def _run(self, tensors: Sequence[torch.Tensor], channel: Channel, update: str, deadline: Deadline) -> Moved:
+    def _run(
+        self, tensors: Sequence[torch.Tensor], channel: Channel, update: str, deadline: Deadline, hops: Hops
+    ) -> Moved:
         self._complete = False
         bound = self._bind(tensors)
         self._headers[:, _TAG] = update_tag(update)
         self._theirs = torch.zeros_like(self._headers)
         moved = Moved(bound.bytes)
+        forward = Forward(hops.downstream, deadline)
         flying: deque[list[Pending]] = deque()
         posted = 0
         for turn, this in enumerate(bound.rounds):
             while posted < len(bound.rounds) and bound.rounds[posted].after < turn:
-                flying.append([channel.post([], post, deadline) for post in bound.rounds[posted].posts])
+                forward.wait(bound.rounds[posted].after)
+                flying.append([_post(channel, hops, post, deadline) for post in bound.rounds[posted].posts])
                 posted += 1
             for step, pending in zip(this.steps, flying.popleft(), strict=True):
                 pending.wait(deadline)
+                forward.send(turn, [message.data for message in step])
                 started = time.monotonic()
                 for message in step:
                     message.check(self._checksum, self._sums[message.row])
                     message.unpack()
                 moved.apply += time.monotonic() - started
-        channel.post([], self._tables(bound, self._theirs), deadline).wait(deadline)
+        tables = self._tables(bound, self._theirs)
+        _post(channel, hops, tables, deadline).wait(deadline)
+        forward.send(len(bound.rounds), [table for _, table in tables])
+        forward.wait(len(bound.rounds))
         if bound.zeros:
             torch._foreach_zero_(bound.zeros)
         for view, value in bound.fills:
@@ -188,31 +205,13 @@ class Receiver(_Side):
         )
 
 
+def _post(channel: Channel, hops: Hops, receives: Sequence[tuple[int, torch.Tensor]], deadline: Deadline) -> Pending:
+    """Receive from the trainer's ranks, or all of it from the neighbour who received it from them."""
+    if hops.upstream is None:
+        return channel.post([], receives, deadline)
+    return hops.upstream.post([], [(UPSTREAM, data) for _, data in receives], deadline)
+
+
 def _wait(pending: Sequence[Pending], deadline: Deadline) -> None:
     for one in pending:
         one.wait(deadline)
-
-
-def handshake(channel: Channel, program: Program, device: torch.device, deadline: Deadline) -> None:
-    """Move one small message each way between every pair that will exchange payload, and compare what both mean.
-
-    Raises :class:`PlanMismatch` when a peer's digest of the pair's copies differs from ours."""
-    channel.barrier("every member to join the link", deadline)
-    peers = program.peers()
-    digests = {peer: np.frombuffer(program.pair_digest(peer), np.int64) for peer in peers}
-    mine = {p: torch.tensor([_MAGIC, channel.rank, *d.tolist()], dtype=torch.int64) for p, d in digests.items()}
-    sends = {p: t.to(device).view(torch.uint8) for p, t in mine.items()}
-    theirs = {p: torch.zeros(4 * 8, dtype=torch.uint8, device=device) for p in peers}
-    channel.post(list(sends.items()), list(theirs.items()), deadline).wait(deadline)
-    for peer in peers:
-        got = theirs[peer].cpu().view(torch.int64).tolist()
-        want = [_MAGIC, peer, *digests[peer].tolist()]
-        if got != want:
-            raise PlanMismatch(
-                "two ranks of the link mean different transfers",
-                rank=f"group ranks {channel.rank} and {peer}",
-                expected=want,
-                found=got,
-                remedy="check that both sides run the same weightlink version, then connect again",
-            )
-    channel.barrier("every member's handshake", deadline)

@@ -16,7 +16,7 @@ from weightlink.hooks.errors import ErrorInfo, PlanMismatch
 from weightlink.hooks.geometry import TensorSpec
 from weightlink.hooks.settings import PauseMode, Selector, WireSettings
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of this message set; both ends must agree."""
 
 STATUS_BYTES = 4096
@@ -142,6 +142,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     :param key: unguessable prefix of this epoch's keys in that store
     :param engine_owned: local names, or patterns, that the trainer's user leaves to the engine
     :param trainers: trainer ranks; they are group ranks ``0 .. trainers-1``, engine rank r is ``trainers + r``
+    :param upstream, downstream: prefixes of the keys of the channels to the engine that relays to this one, and to the
+        one that this one relays to; empty where there is none
     """
 
     budget: Budget
@@ -157,6 +159,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     survey: bytes
     engine: Annotated[int, Meta(ge=0)] = 0
     engine_owned: tuple[str, ...] = ()
+    upstream: Annotated[str, Meta(max_length=64)] = ""
+    downstream: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):

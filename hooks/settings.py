@@ -24,12 +24,16 @@ class WireSettings(msgspec.Struct, frozen=True, kw_only=True):
     :param direct_bytes: copies of at least this many bytes have a bucket to themselves, and are not packed where an end
         has them in one run of memory
     :param max_peers: buckets that one rank sends, or receives, in one round
+    :param relay: engines of equal layout pass on to one another what they receive, where the trainer's ranks would
+        otherwise send more than any engine rank receives. When an engine fails, those behind it fail with it; so with
+        ``min_engines`` none does
     """
 
     transport: str = "p2p"
     bucket_bytes: Annotated[int, Meta(ge=4096, le=1 << 31)] = 32 << 20
     direct_bytes: Annotated[int, Meta(ge=1)] = 4 << 20
     max_peers: Annotated[int, Meta(ge=1, le=1024)] = 1
+    relay: bool = True
 
 
 class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from oracle import POISON
 from safetensors.torch import load_file, save_file
 from warm import shared
 from weightlink.converters.megatron import require_one_parameter
+from weightlink.handshake import handshake
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.geometry import Layout, ParamSpec, TensorSpec
 from weightlink.hooks.settings import WireSettings
@@ -31,7 +32,7 @@ from weightlink.plugins.transports import P2P
 from weightlink.program import verify_receive
 from weightlink.rendezvous import Rendezvous, connect, new_key
 from weightlink.survey import merge_manifest
-from weightlink.wire import Receiver, Sender, handshake
+from weightlink.wire import Receiver, Sender
 
 WIRE = WireSettings(bucket_bytes=16384, direct_bytes=8192, max_peers=2)
 
@@ -205,7 +206,7 @@ def carry(
             )  # fmt: skip
             engine = rank - len(sources)
             program = plan.send_program(0, rank) if engine < 0 else plan.receive_program(0, engine)
-            handshake(channel, program, torch.device("cpu"), deadline)
+            handshake(channel, program.pair_digests(), torch.device("cpu"), deadline)
             if engine < 0:
                 Sender(program, WIRE, torch.device("cpu")).run(sources[rank], channel, "update", deadline)
             else:

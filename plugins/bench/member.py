@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from weightlink.handshake import handshake
 from weightlink.hooks.deadline import Deadline
 from weightlink.hooks.errors import ConfigError, describe
 from weightlink.hooks.geometry import Layout, ParamSpec
@@ -24,7 +25,7 @@ from weightlink.plugins.bench import talk
 from weightlink.plugins.transports.p2p import P2P
 from weightlink.program import Program
 from weightlink.rendezvous import connect
-from weightlink.wire import Receiver, Sender, handshake
+from weightlink.wire import Receiver, Sender
 
 _IN_FLIGHT = 2
 _CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ class Member:
             store, key=setup.key, rank=setup.rank, size=setup.world, host=setup.host, device=_CPU,
             wire=setup.wire, deadline=deadline,
         )  # fmt: skip
-        handshake(self._channel, program, _CPU, deadline)
+        handshake(self._channel, program.pair_digests(), _CPU, deadline)
         self._held = _resident("VmRSS")
         self._side: Sender | Receiver
         if self._sends:
