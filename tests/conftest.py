@@ -34,8 +34,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def rigs() -> Iterator[Callable[..., Any]]:
-    """Makes a rig of test_core.py from random layouts: ``rigs(seed, trainers, engines, ...)`` -> rig, tensors."""
-    from test_core import make
+    """Makes a rig of rig.py from random layouts: ``rigs(seed, trainers, engines, ...)`` -> rig, tensors."""
+    from rig import make
 
     made: list[Any] = []
 

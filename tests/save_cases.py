@@ -22,8 +22,8 @@ import torch.distributed as dist
 import weightlink
 from megatron_worker import build
 from plain import PlainTrainer
+from rig import Engine
 from safetensors.torch import load_file
-from test_core import Engine
 from weightlink.converters.checkpoint import context_from_checkpoint
 from weightlink.hooks import messages as m
 from weightlink.hooks.errors import WeightlinkError

@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
-import test_core
+import rig as rigged
 import torch
 import weightlink.rank
 from layouts import canonical, random_side
 from oracle import live, poison
-from test_core import Rig, TorchEngine
+from rig import Rig, TorchEngine
 from torch import nn
 from weightlink.converters.replay import observe
 from weightlink.hooks import messages as m
@@ -68,7 +68,7 @@ class LoadingEngine(TorchEngine):
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(test_core, "TorchEngine", LoadingEngine)
+    monkeypatch.setattr(rigged, "TorchEngine", LoadingEngine)
     trainers = random_side(random.Random(3), "trainer", TENSORS, 2, padding=True, replicas=True)
     blank = [Layout(f"rank {r}", (), (), Regions()) for r in range(2)]
     made = Rig(trainers, {"http://e0": blank})

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-import test_core
+import rig as rigged
 import torch
 from fp8 import quantise
 from layouts import contiguous
-from test_core import Rig, TorchEngine
+from rig import Rig, TorchEngine
 from warm import shared
 from weightlink.converters import encoders_fp8
 from weightlink.hooks import messages as m
@@ -61,7 +61,7 @@ def rig(monkeypatch):
     made = []
 
     def build(cut: int = 8, **settings: Any) -> Rig:
-        monkeypatch.setattr(test_core, "TorchEngine", QuantisedEngine)
+        monkeypatch.setattr(rigged, "TorchEngine", QuantisedEngine)
         floats = ("float32", "float32")
         trainers = [
             side("trainer 0", PLAIN, floats, [(0, cut), (0, 5)]),

@@ -1,5 +1,5 @@
 """What goes wrong in production: late and dead trainer ranks, engines that hang, two trainers, lost answers. The rig of
-test_core.py, with real links whose trainer group lives as long as they do."""
+rig.py, with real links whose trainer group lives as long as they do."""
 
 from __future__ import annotations
 
