@@ -299,7 +299,10 @@ class Rig:
         self.listener.close()
 
 
-def make(seed: int, trainers: int = 2, engines: tuple[int, ...] = (2,), dtype: str = "float32", **settings):
+def make(
+    seed: int, trainers: int = 2, engines: tuple[int, ...] = (2,), dtype: str = "float32", *, equal=False, **settings
+):
+    """Engines of the given numbers of ranks; ``equal`` ones all have the first one's layouts."""
     rng = random.Random(seed)
     tensors = random_tensors(rng, 6)
     sides = [random_side(rng, "trainer", tensors, trainers, padding=True, replicas=True)]
@@ -309,6 +312,8 @@ def make(seed: int, trainers: int = 2, engines: tuple[int, ...] = (2,), dtype: s
     for layouts in sides[1:]:
         for layout in layouts:
             layout.tensors = tuple(tensors)
+    if equal:
+        sides[2:] = [sides[1]] * len(engines[1:])
     rig = Rig(sides[0], {f"http://e{n}": side for n, side in enumerate(sides[1:])}, **settings)
     return rig, tensors
 
