@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -100,6 +101,33 @@ def test_two_pairs_take_as_long_as_one_and_a_shared_receiver_twice() -> None:
     together = run(plan_of([(0, size), (1, size)], [(1, size), (1, size)]), LINKS)
     assert apart.seconds == pytest.approx(1.0, rel=1e-3)
     assert together.seconds == pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("engines", [2, 4, 9])
+def test_a_chain_of_engines_takes_hardly_longer_than_one(engines: int) -> None:
+    """One trainer rank, ten buckets of a tenth of a second each. Without relays its link carries everything."""
+    sizes = [(0, 25_000)] * 10
+    every = [EngineLayouts(f"e{n}", rows_of(sizes, 1, "rank")) for n in range(engines)]
+    wire = WireSettings(bucket_bytes=100_000, direct_bytes=50_000)
+    relayed, direct = (
+        build_plan(rows_of(sizes, 1, "trainer"), every, msgspec.structs.replace(wire, relay=relay))
+        for relay in (True, False)
+    )
+    assert run(direct, LINKS).seconds == pytest.approx(engines, rel=1e-3)
+    timeline = run(relayed, LINKS)
+    assert timeline.seconds == pytest.approx(1.0 + 0.1 * (engines - 1), rel=1e-3)
+    assert lower_bound(relayed, LINKS) == pytest.approx(1.0)
+    assert timeline.nbytes.sum() == relayed.total_bytes == direct.total_bytes
+    # A relay sends nothing that it does not have yet.
+    base = relayed.trainers
+    for n in np.flatnonzero(timeline.src >= base):
+        same = (timeline.dst == timeline.src[n]) & (timeline.end <= timeline.start[n] + 1e-3)
+        sent_before = ((timeline.src == timeline.src[n]) & (timeline.start <= timeline.start[n])).sum()
+        assert same.sum() >= sent_before
+    traffic, rows, columns = traffic_of(timeline)
+    assert (rows, columns) == (1 + engines, engines)
+    assert traffic.sum() == timeline.nbytes.sum()
+    assert "engine ranks that relay" in draw(timeline, "a chain")
 
 
 def test_devices_of_one_machine_use_its_links() -> None:

@@ -1,13 +1,16 @@
 """The time of an update on given links, by events: no byte is moved.
 
 Every rank goes through its buckets in the order of the rounds, with two in flight per direction and engine, as senders
-and receivers do. A bucket is packed, starts when both ends have a place, shares its sender's and its receiver's links
-with what else is on them at that moment, and is unpacked. Ranks are machines' devices in order, trainers first.
+and receivers do. A bucket is packed, starts when both ends have a place and the one before it between the same two ranks
+has left, shares its sender's and its receiver's links with what other pairs have on them, and is unpacked. One that an
+engine relays starts when it has arrived there, and keeps its place until it has left. Ranks are machines' devices in
+order, trainers first.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +18,7 @@ import msgspec
 import numpy as np
 from weightlink.hooks.geometry import Int64
 from weightlink.plan import Plan
+from weightlink.relays import NOBODY
 
 IN_FLIGHT = 2
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -57,26 +61,49 @@ class Timeline:
         return float(self.end.max(initial=0.0))
 
 
-def buckets_of(plan: Plan) -> tuple[Int64, Int64, Int64, Int64]:
-    """Source, destination, bytes and engine of all buckets, in the order of the rounds. A trainer rank serves its
-    engines at the same time, each in an order of its own."""
-    src, dst, nbytes, turn, number = [], [], [], [], []
-    base = plan.trainers
-    for which, engine in enumerate(plan.engines):
-        src.append(engine.bucket_src)
-        dst.append(engine.bucket_dst + base)
-        nbytes.append(engine.bucket_bytes)
-        turn.append(engine.bucket_round)
-        number.append(np.full(len(engine.bucket_src), which, np.int64))
-        base += engine.world
-    joined = [np.concatenate([np.zeros(0, np.int64), *parts]) for parts in (src, dst, nbytes, turn, number)]
-    order = np.lexsort((joined[4], joined[3]))
-    return joined[0][order], joined[1][order], joined[2][order], joined[4][order]
+@dataclass(frozen=True)
+class Buckets:
+    """All buckets in the order of the rounds. A trainer rank serves its engines at the same time, each in an order of
+    its own; so does a rank that relays. ``origin`` is the bucket that a relay passes on, -1 where the trainer sends."""
+
+    src: Int64
+    dst: Int64
+    nbytes: Int64
+    engine: Int64
+    origin: Int64
+
+
+def buckets_of(plan: Plan) -> Buckets:
+    """Of one update."""
+    first = np.cumsum([plan.trainers, *(engine.world for engine in plan.engines)]).tolist()
+    start = np.cumsum([0, *(len(engine.bucket_src) for engine in plan.engines)]).tolist()
+    parts: list[tuple[Int64, ...]] = []
+    for which, e in enumerate(plan.engines):
+        count = len(e.bucket_src)
+        relayed = e.relay != NOBODY
+        parts.append(
+            (
+                first[e.relay] + e.bucket_dst if relayed else e.bucket_src,
+                e.bucket_dst + first[which],
+                e.bucket_bytes,
+                np.full(count, which, np.int64),
+                start[e.relay] + np.arange(count) if relayed else np.full(count, -1, np.int64),
+                e.bucket_round,
+            )
+        )
+    none = np.zeros(0, np.int64)
+    src, dst, nbytes, engine, origin, turn = (np.concatenate([none, *column]) for column in zip(*parts, strict=True))
+    order = np.lexsort((engine, turn))
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    origin = np.where(origin >= 0, place[origin], -1)
+    return Buckets(src[order], dst[order], nbytes[order], engine[order], origin[order])
 
 
 def lower_bound(plan: Plan, links: Links) -> float:
     """Seconds below which no schedule of these bytes gets: the busiest link of any rank, at full speed."""
-    src, dst, nbytes, _ = buckets_of(plan)
+    buckets = buckets_of(plan)
+    src, dst, nbytes = buckets.src, buckets.dst, buckets.nbytes
     local = src // links.per_node == dst // links.per_node
     ranks = plan.trainers + sum(engine.world for engine in plan.engines)
     worst = 0.0
@@ -91,10 +118,11 @@ def run(plan: Plan, links: Links, advance: Callable[[int], None] = lambda done: 
 
     :param advance: called now and then with the number of buckets that are done
     """
-    src, dst, nbytes, engine = buckets_of(plan)
+    buckets = buckets_of(plan)
+    src, dst, nbytes = buckets.src, buckets.dst, buckets.nbytes
     ranks = plan.trainers + sum(engine.world for engine in plan.engines)
     local = src // links.per_node == dst // links.per_node
-    clock = _Clock(src, dst, nbytes, local, ranks, links, engine * ranks + src)
+    clock = _Clock(buckets, local, ranks, links)
     clock.play(advance)
     return Timeline(src, dst, nbytes, local, np.array(clock.start), np.array(clock.end), ranks, plan.trainers)
 
@@ -102,9 +130,9 @@ def run(plan: Plan, links: Links, advance: Callable[[int], None] = lambda done: 
 class _Clock:
     """Buckets between events. A link is a rank and a direction and, of these, within the machine or to others."""
 
-    def __init__(
-        self, src: Int64, dst: Int64, nbytes: Int64, local: Bools, ranks: int, links: Links, leg: Int64
-    ) -> None:
+    def __init__(self, buckets: Buckets, local: Bools, ranks: int, links: Links) -> None:
+        src, dst, nbytes = buckets.src, buckets.dst, buckets.nbytes
+        leg = buckets.engine * ranks + src
         self.links = links
         total = len(src)
         self.left = nbytes.astype(float).tolist()
@@ -120,7 +148,17 @@ class _Clock:
             self.queue[self.sender[n]].append(n)
             self.queue[self.receiver[n]].append(n)
         self.next, self.busy = [0] * sides, [0] * sides
-        self.open = [0] * total  # places taken at its ends
+        # What it waits for: a place at each end and, if it is relayed, its arrival at the relay.
+        self.lacks = np.where(buckets.origin >= 0, 3, 2).tolist()
+        # Who relays it further, and what its place at the receiver waits for: unpacking, and leaving again.
+        self.relayed: list[list[int]] = [[] for _ in range(total)]
+        for n in np.flatnonzero(buckets.origin >= 0).tolist():
+            self.relayed[int(buckets.origin[n])].append(n)
+        self.origin = buckets.origin.tolist()
+        # One connection per pair of ranks: its buckets travel one after the other.
+        self.pair = np.unique(leg * (2 * ranks) + dst, return_inverse=True)[1].reshape(-1).tolist()
+        self.ready: list[deque[int]] = [deque() for _ in range(max(self.pair, default=-1) + 1)]
+        self.kept = [1 + len(further) for further in self.relayed]
         self.start, self.end = [0.0] * total, [0.0] * total
         self.on: list[set[int]] = [set() for _ in range(4 * ranks)]
         self.since, self.rate, self.stamp = [0.0] * total, [0.0] * total, [0] * total
@@ -134,13 +172,16 @@ class _Clock:
         while self.events:
             now, n, kind, stamp = heapq.heappop(self.events)
             if kind == 0:
-                self._join(n, now)
+                pair = self.pair[n]
+                self.ready[pair].append(n)
+                if self.ready[pair][0] == n:
+                    self._join(n, now)
             elif kind == 1:
                 if stamp == self.stamp[n]:
                     self._leave(n, now)
             else:
                 self.end[n] = now
-                self._release(self.receiver[n], now)
+                self._drop(n, now)
                 done += 1
                 if done % 1000 == 0:
                     advance(done)
@@ -152,10 +193,21 @@ class _Clock:
             n = queue[self.next[side]]
             self.next[side] += 1
             self.busy[side] += 1
-            self.open[n] += 1
-            if self.open[n] == 2:
-                self.start[n] = now
-                heapq.heappush(self.events, (now + self.links.latency + self.size[n] / self.links.copy, n, 0, 0))
+            self._gain(n, now)
+
+    def _gain(self, n: int, now: float) -> None:
+        """One thing less that it waits for."""
+        self.lacks[n] -= 1
+        if not self.lacks[n]:
+            self.start[n] = now
+            packing = self.size[n] / self.links.copy if self.origin[n] < 0 else 0.0
+            heapq.heappush(self.events, (now + self.links.latency + packing, n, 0, 0))
+
+    def _drop(self, n: int, now: float) -> None:
+        """One thing less that its place at the receiver is kept for."""
+        self.kept[n] -= 1
+        if not self.kept[n]:
+            self._release(self.receiver[n], now)
 
     def _release(self, side: int, now: float) -> None:
         self.busy[side] -= 1
@@ -171,9 +223,17 @@ class _Clock:
     def _leave(self, n: int, now: float) -> None:
         self.on[self.out[n]].discard(n)
         self.on[self.into[n]].discard(n)
+        line = self.ready[self.pair[n]]
+        line.popleft()
+        if line:
+            self._join(line[0], now)
         heapq.heappush(self.events, (now + self.size[n] / self.links.copy, n, 2, 0))
         self._share(self.on[self.out[n]] | self.on[self.into[n]], now)
         self._release(self.sender[n], now)
+        if self.origin[n] >= 0:
+            self._drop(self.origin[n], now)
+        for further in self.relayed[n]:
+            self._gain(further, now)
 
     def _share(self, buckets: set[int], now: float) -> None:
         """New rates: a link's speed is shared out equally among what is on it."""

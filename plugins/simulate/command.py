@@ -40,6 +40,7 @@ IgnoreOption = Annotated[
 BucketOption = Annotated[int, typer.Option(help="MiB of a bucket.", min=1, max=2048)]
 DirectOption = Annotated[int, typer.Option(help="KiB from which a copy has a bucket to itself.", min=1)]
 PeersOption = Annotated[int, typer.Option(help="Buckets that a rank sends, or receives, in one round.", min=1)]
+RelayOption = Annotated[bool, typer.Option(help="Engines of equal layout may relay to one another.")]
 JobsOption = Annotated[int | None, typer.Option(help="Ranks whose layouts are made at a time; all cores if left out.")]
 _WIRE = WireSettings()
 
@@ -54,6 +55,7 @@ def plan(
     bucket: BucketOption = _WIRE.bucket_bytes >> 20,
     direct: DirectOption = _WIRE.direct_bytes >> 10,
     max_peers: PeersOption = _WIRE.max_peers,
+    relay: RelayOption = _WIRE.relay,
     jobs: JobsOption = None,
     json: JsonOption = None,
 ) -> None:
@@ -64,7 +66,7 @@ def plan(
     console = Console(stderr=json == "-")
     with interruptible():
         stored = _layouts(model, trainer, engines, save, load, console, jobs)
-        _, found = _plan(stored, _wire(bucket, direct, max_peers), ignore, console, prove=True)
+        _, found = _plan(stored, _wire(bucket, direct, max_peers, relay), ignore, console, prove=True)
     _show(stored, found, console)
     if json is not None:
         write_json(json, {"model": stored.model, "notes": stored.notes, "plan": found})
@@ -86,6 +88,7 @@ def simulate(
     bucket: BucketOption = _WIRE.bucket_bytes >> 20,
     direct: DirectOption = _WIRE.direct_bytes >> 10,
     max_peers: PeersOption = _WIRE.max_peers,
+    relay: RelayOption = _WIRE.relay,
     jobs: JobsOption = None,
     json: JsonOption = None,
 ) -> None:
@@ -99,7 +102,7 @@ def simulate(
     console = Console(stderr=json == "-")
     with interruptible():
         stored = _layouts(model, trainer, engines, save, load, console, jobs)
-        made, found = _plan(stored, _wire(bucket, direct, max_peers), ignore, console, prove=False)
+        made, found = _plan(stored, _wire(bucket, direct, max_peers, relay), ignore, console, prove=False)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("buckets", total=found.messages)
             timeline = run(made, links, lambda done: progress.update(task, completed=done))
@@ -145,8 +148,8 @@ def _layouts(
     return stored
 
 
-def _wire(bucket: int, direct: int, max_peers: int) -> WireSettings:
-    return WireSettings(bucket_bytes=bucket << 20, direct_bytes=direct << 10, max_peers=max_peers)
+def _wire(bucket: int, direct: int, max_peers: int, relay: bool) -> WireSettings:
+    return WireSettings(bucket_bytes=bucket << 20, direct_bytes=direct << 10, max_peers=max_peers, relay=relay)
 
 
 def _plan(
@@ -194,6 +197,7 @@ def rows(stored: Stored, found: Figures) -> list[tuple[str, str]]:
         ("sent per trainer rank", _spread(found.sent)),
         ("received per engine rank", _spread(found.received)),
         ("most loaded sender", f"{found.balance:.3f} x the least possible, {_bytes(found.ideal)}"),
+        ("engines that others relay to", f"{found.relayed}"),
         ("rounds", " + ".join(f"{n:,}" for n in found.rounds)),
         ("messages", f"{found.messages:,}"),
         ("staging memory, sender / receiver", f"{_bytes(found.staging[0])} / {_bytes(found.staging[1])}"),

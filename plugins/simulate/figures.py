@@ -10,6 +10,7 @@ import numpy.typing as npt
 from weightlink.converters.boxes import Boxes, overlaps
 from weightlink.hooks.geometry import ITEMSIZE, Int64, Layout, Regions
 from weightlink.plan import EngineLayouts, Plan
+from weightlink.relays import NOBODY
 from weightlink.survey import merge_manifest
 
 IN_FLIGHT = 2
@@ -38,7 +39,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     :param total: of one update
     :param needed: the sum of what every engine rank must receive, each element once: no plan moves less
     :param balance: bytes of the most loaded sender over the least possible ones
-    :param ideal: the least possible bytes of the most loaded sender, found by shifting between replicas
+    :param ideal: the least possible bytes of the most loaded trainer rank for the engines that the trainer serves,
+        found by shifting between replicas
+    :param relayed: engines that take their bytes from another one
     :param rounds: of each engine
     :param messages: buckets of all engines
     :param staging: memory beside the weights that a sender, and a receiver, needs at most
@@ -57,6 +60,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     messages: int
     staging: tuple[int, int]
     weights: tuple[Spread, Spread]
+    relayed: int = 0
 
 
 def figures(plan: Plan, trainers: Sequence[Layout], engines: Sequence[EngineLayouts]) -> Figures:
@@ -65,7 +69,8 @@ def figures(plan: Plan, trainers: Sequence[Layout], engines: Sequence[EngineLayo
     received = np.array(needed, np.int64)
     bucket = plan.wire.bucket_bytes
     opaque = max((layout.staged_bytes for engine in engines for layout in engine.layouts), default=0)
-    ideal = ideal_load(trainers, engines)
+    served = [engine for engine, made in zip(engines, plan.engines, strict=True) if made.relay == NOBODY]
+    ideal = ideal_load(trainers, served)
     return Figures(
         tensors=len(plan.manifest),
         regions=(
@@ -85,6 +90,7 @@ def figures(plan: Plan, trainers: Sequence[Layout], engines: Sequence[EngineLayo
             Spread.of(np.array([_weights(layout) for layout in trainers], np.int64)),
             Spread.of(np.array([_weights(layout) for engine in engines for layout in engine.layouts], np.int64)),
         ),
+        relayed=len(engines) - len(served),
     )
 
 

@@ -26,11 +26,14 @@ def draw(timeline: Timeline, title: str) -> str:
     height = below + len(busy) * cell + 50
     text = f'style="{_STYLE}"'
     engines, darkest = timeline.ranks - timeline.trainers, traffic.max(initial=0.0) / 1e9
+    senders = f"{timeline.trainers} trainer ranks"
+    if senders_of(timeline) > timeline.trainers:
+        senders += f" and {engines} engine ranks that relay"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{_MARGIN}" y="24" style="{_STYLE};font-size:14px">{escape(title)}</text>',
-        f'<text x="{_MARGIN}" y="52" {text}>bytes from {timeline.trainers} trainer ranks (down) to {engines} engine'
+        f'<text x="{_MARGIN}" y="52" {text}>bytes from {senders} (down) to {engines} engine'
         f" ranks (across); darkest: {darkest:.3g} GB</text>",
         *_cells(traffic, _MARGIN, 60, cell, cell),
         f'<text x="{_MARGIN}" y="{below - 12}" style="{_STYLE}">links in use over {timeline.seconds:.3g} s;'
@@ -45,13 +48,19 @@ def draw(timeline: Timeline, title: str) -> str:
 
 
 def traffic_of(timeline: Timeline) -> tuple[Matrix, int, int]:
-    """Bytes from each group of trainer ranks to each of engine ranks."""
-    engines = timeline.ranks - timeline.trainers
-    down, across = -(-timeline.trainers // _CELLS), -(-engines // _CELLS)
-    rows, columns = -(-timeline.trainers // down), -(-engines // across)
+    """Bytes from each group of ranks that send to each of engine ranks: trainer ranks, and where engines relay, engine
+    ranks below them."""
+    engines, senders = timeline.ranks - timeline.trainers, senders_of(timeline)
+    down, across = -(-senders // _CELLS), -(-engines // _CELLS)
+    rows, columns = -(-senders // down), -(-engines // across)
     found = np.zeros((rows, columns))
     np.add.at(found, (timeline.src // down, (timeline.dst - timeline.trainers) // across), timeline.nbytes)
     return found, rows, columns
+
+
+def senders_of(timeline: Timeline) -> int:
+    """Ranks that send: the trainer's, or all if engines relay."""
+    return timeline.ranks if int(timeline.src.max(initial=0)) >= timeline.trainers else timeline.trainers
 
 
 def busy_of(timeline: Timeline) -> tuple[Matrix, list[bool]]:
@@ -66,8 +75,10 @@ def busy_of(timeline: Timeline) -> tuple[Matrix, list[bool]]:
             here = first + offset <= last
             number = first[here] + offset
             overlap = np.clip(np.minimum(until[here], number + 1) - np.maximum(at[here], number), 0, None)
-            for side in (timeline.src, timeline.dst):
-                np.add.at(slices, (side[here], number), rate[here] * overlap)
+            moved = rate[here] * overlap
+            np.add.at(slices, (timeline.dst[here], number), moved)
+            by_trainer = timeline.src[here] < timeline.trainers
+            np.add.at(slices, (timeline.src[here][by_trainer], number[by_trainer]), moved[by_trainer])
     kept, who = [], []
     for start, stop, trainer in ((0, timeline.trainers, True), (timeline.trainers, timeline.ranks, False)):
         group = -(-(stop - start) // _CELLS) or 1
