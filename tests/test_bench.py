@@ -52,6 +52,13 @@ def test_the_memory_bench_counts_what_is_beyond_the_weights(tmp_path: Path) -> N
     assert report["results"][0]["reference"] == 2
 
 
+def test_the_fanout_bench_sends_once_what_four_engines_take(tmp_path: Path) -> None:
+    report = bench("fanout", "--size", "0.02", "--runs", "2", folder=tmp_path)
+    require_form(report, "fanout", [("relayed", "1+4")])
+    detail = report["results"][0]["detail"]
+    assert 4 * detail["GB sent by the trainer"] == pytest.approx(detail["GB without relays"])
+
+
 @pytest.mark.server
 def test_the_overhead_bench_pushes_to_a_real_server(tmp_path: Path) -> None:
     report = bench("overhead", "--runs", "2", folder=tmp_path)

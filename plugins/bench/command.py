@@ -16,6 +16,7 @@ from weightlink.plugins.demo.processes import interruptible
 #: Benchmarks by name; the modules are imported when they are asked for.
 BENCHES = {
     "wire": "weightlink.plugins.bench.wire",
+    "fanout": "weightlink.plugins.bench.fanout",
     "planner": "weightlink.plugins.bench.planner",
     "overhead": "weightlink.plugins.bench.overhead",
     "memory": "weightlink.plugins.bench.memory",

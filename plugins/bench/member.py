@@ -10,10 +10,12 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from weightlink.handshake import handshake
@@ -29,6 +31,8 @@ from weightlink.wire import Receiver, Sender
 
 _IN_FLIGHT = 2
 _CPU = torch.device("cpu")
+C = TypeVar("C")
+T = TypeVar("T", contravariant=True)
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Member:
         self._sends = setup.rank < setup.trainers
         deadline = Deadline.after(setup.timeout)
         layout, program = Layout.unpack(setup.layout), Program.unpack(setup.program)
-        self._tensors = [_weights(param, setup.rank if self._sends else -1) for param in layout.params]
+        self._tensors = [weights(param, setup.rank if self._sends else -1) for param in layout.params]
         store = connect(setup.host, setup.port, deadline)
         self._channel: Channel = P2P().open(
             store, key=setup.key, rank=setup.rank, size=setup.world, host=setup.host, device=_CPU,
@@ -83,14 +87,14 @@ class Member:
         if command.memory:
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         self._channel.barrier("the update's start", deadline)
-        started, used = time.perf_counter(), _cpu_seconds()
+        started, used = time.perf_counter(), cpu_seconds()
         moved = self._side.run(self._tensors, self._channel, command.update, deadline)
         self._channel.barrier("the update's end", deadline)
         if isinstance(self._side, Receiver):
             self._side.check()
         seconds = time.perf_counter() - started
         extra = _resident("VmHWM") - self._held if command.memory else 0
-        return talk.Done(seconds, moved.bytes, moved.apply, _cpu_seconds() - used, extra)
+        return talk.Done(seconds, moved.bytes, moved.apply, cpu_seconds() - used, extra)
 
     def raw(self, command: talk.Raw) -> talk.Done:
         """The same bytes between the same pairs by ``isend`` and ``irecv`` on flat memory."""
@@ -98,14 +102,14 @@ class Member:
         staging = [torch.empty_like(flow.data) for flow in self._flows] if command.copies == "apart" else []
         slots = torch.empty((len(self._flows), _IN_FLIGHT, command.chunk), dtype=torch.uint8)
         self._channel.barrier("the reference's start", deadline)
-        started, used = time.perf_counter(), _cpu_seconds()
+        started, used = time.perf_counter(), cpu_seconds()
         if staging:
             self._apart(staging, command.chunk)
         else:
             self._in_turn(slots, command.chunk, copies=command.copies == "overlapped")
         self._channel.barrier("the reference's end", deadline)
         total = sum(flow.data.numel() for flow in self._flows)
-        return talk.Done(time.perf_counter() - started, total, 0.0, _cpu_seconds() - used)
+        return talk.Done(time.perf_counter() - started, total, 0.0, cpu_seconds() - used)
 
     def _post(self, data: torch.Tensor, peer: int) -> dist.Work | None:
         return dist.isend(data, peer) if self._sends else dist.irecv(data, peer)
@@ -176,7 +180,7 @@ def _across(flows: list[tuple[torch.Tensor, ...]]) -> Iterator[list[tuple[int, t
         yield [(n, pieces[k]) for n, pieces in enumerate(flows) if k < len(pieces)]
 
 
-def _weights(param: ParamSpec, rank: int) -> torch.Tensor:
+def weights(param: ParamSpec, rank: int) -> torch.Tensor:
     """Memory of a parameter, every page of it touched; a sender's has bytes of its own, a receiver's none."""
     tensor = torch.zeros(param.shape, dtype=getattr(torch, param.dtype))
     if rank >= 0:
@@ -202,26 +206,33 @@ def _resident(which: str) -> int:
     raise ConfigError(f"/proc/self/status has no {which}")
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
-def main() -> int:
-    """Exit code 0 after the end of the input, 1 after a failure that was reported."""
+class Obedient(Protocol[T]):
+    """What carries out a member's commands after the first."""
+
+    def obey(self, command: T) -> talk.Done: ...
+
+    def close(self) -> None: ...
+
+
+def serve(commands: msgspec.json.Decoder[C], start: Callable[[C], Obedient[C]]) -> int:
+    """Read commands from the input and answer each on the output. Exit code 0 after the end of the input; raises after
+    a failure that was reported."""
     # Libraries print to the output; what they print must not land between the answers.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    member: Member | None = None
+    member: Obedient[C] | None = None
     try:
         for line in sys.stdin.buffer:
-            command = talk.commands.decode(line)
-            if member is not None:
-                answer = member.obey(command)
-            elif isinstance(command, talk.Setup):
-                member, answer = Member(command), talk.Done()
+            command = commands.decode(line)
+            if member is None:
+                member, answer = start(command), talk.Done()
             else:
-                raise ConfigError("the member is not set up yet")
+                answer = member.obey(command)
             out.write(talk.line(answer))
         if member is not None:
             member.close()
@@ -231,5 +242,11 @@ def main() -> int:
     return 0
 
 
+def _start(command: talk.Command) -> Member:
+    if not isinstance(command, talk.Setup):
+        raise ConfigError("the member is not set up yet")
+    return Member(command)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(talk.commands, _start))

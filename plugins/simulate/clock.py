@@ -1,8 +1,8 @@
 """The time of an update on given links, by events: no byte is moved.
 
 Every rank goes through its buckets in the order of the rounds, with two in flight per direction and engine, as senders
-and receivers do. A bucket is packed, starts when both ends have a place and the one before it between the same two ranks
-has left, shares its sender's and its receiver's links with what other pairs have on them, and is unpacked. One that an
+and receivers do. A bucket is packed, starts when both ends have a place and the one before it of this pair of ranks has
+left, shares its sender's and its receiver's links with what other pairs have on them, and is unpacked. One that an
 engine relays starts when it has arrived there, and keeps its place until it has left. Ranks are machines' devices in
 order, trainers first.
 """
