@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from test_core import LONG, Rig, load
+from rig import LONG, Rig, load
 from torch.distributed import PrefixStore
 from weightlink.converters.coverage import Violations, prove_destination
 from weightlink.group import TrainerGroup
