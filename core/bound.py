@@ -70,6 +70,7 @@ class Message:
     peer: int
     first: int  # row of the bucket that it begins with
     data: torch.Tensor  # what travels: uint8, one-dimensional
+    in_place: bool = False  # it is the parameter's own memory
     row: int = 0  # of the table of headers
     moves: dict[object, Moves] = field(default_factory=dict)
     words: torch.Tensor | None = None  # of ``data``; None where it is not aligned
@@ -171,6 +172,7 @@ class Bound:
     """A program's buckets over the tensors as they are now.
 
     :param unpack: this rank receives: a copy belongs to the message that completes it, not to the one that begins it
+    :ivar messages: all of them, in the order of travel
     :ivar headers: ``(bucket id, first byte, bytes)`` of every message, those of one peer together
     :ivar peers: for each peer, its first row of the headers and the row after its last one
     """
@@ -189,7 +191,7 @@ class Bound:
         self._live = [t.detach() for t in tensors]
         self._most = message_bytes(staging.device)
         self._heads: list[tuple[int, int, int]] = []
-        self._order: list[Message] = []
+        self.messages: list[Message] = []
         self._first = np.zeros(len(program.buckets), np.int64)  # each bucket's first message, in the order of travel
         self.bytes = int(program.copies.nbytes.sum())
         lone = np.zeros(len(program.buckets), np.int64)
@@ -204,10 +206,10 @@ class Bound:
 
     def _number(self) -> tuple[list[tuple[int, int, int]], dict[int, tuple[int, int]]]:
         """Gives every message its row of the headers: by peer, then in the order of travel."""
-        peers = np.array([message.peer for message in self._order], np.int64)
+        peers = np.array([message.peer for message in self.messages], np.int64)
         order = np.argsort(peers, kind="stable")
         for row, n in enumerate(order.tolist()):
-            self._order[n].row = row
+            self.messages[n].row = row
         found, first = np.unique(peers[order], return_index=True)
         ends = [*first[1:].tolist(), len(order)]
         return (
@@ -226,10 +228,10 @@ class Bound:
         nbytes, peer = int(b.nbytes[number]), int(b.peer[number])
         payload = self._in_place(row) if start is None else self._staging[start : start + nbytes]
         size = self._most or nbytes
-        messages = [Message(peer, at // ROW, payload[at : at + size]) for at in range(0, nbytes, size)]
-        self._first[number] = len(self._order)
+        messages = [Message(peer, at // ROW, payload[at : at + size], start is None) for at in range(0, nbytes, size)]
+        self._first[number] = len(self.messages)
         self._heads += [(int(b.id[number]), at, min(size, nbytes - at)) for at in range(0, nbytes, size)]
-        self._order += messages
+        self.messages += messages
         return messages
 
     def _in_place(self, row: int) -> torch.Tensor:
@@ -267,7 +269,7 @@ class Bound:
         ):
             number, kind = divmod(group, len(DTYPES))
             number, where = divmod(number, len(places))
-            self._order[number].add(
+            self.messages[number].add(
                 staged[kind].as_strided(size[:dims], wire_stride[:dims], wire),
                 places[where].as_strided(size[:dims], memory_stride[:dims], memory),
             )

@@ -86,7 +86,10 @@ class Update:
     def _ready(self) -> Sequence[torch.Tensor]:
         self.adapter.make_readable(self.deadline)
         self.adapter.synchronize()
-        return self.attachment.tensors(self.adapter)
+        tensors = self.attachment.tensors(self.adapter)
+        for leg in self.attachment.legs:
+            leg.sender.prepare(tensors)  # now, while the engines still serve
+        return tensors
 
     def _prepare(self) -> bytes:
         """Rank 0: every engine agrees before anything is paused anywhere."""

@@ -78,6 +78,7 @@ def test_the_same_elements_move(rng: random.Random) -> None:
     assert moved(after) == moved(before)
     assert moved(simplified(before)) == moved(before)
     assert (np.diff(after.group) >= 0).all()
+    assert after.memory_stride.min() >= 0  # a view cannot run backwards
 
 
 def test_nothing_is_nothing() -> None:

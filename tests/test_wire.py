@@ -93,8 +93,14 @@ class Case:
             found.append((int(r.tensor[n]), where, view))
         return found
 
-    def push(self, seed: int, update: str = "update", alter: Alter | None = None) -> None:
-        """One update of random values, and its check."""
+    def push(
+        self,
+        seed: int,
+        update: str = "update",
+        alter: Alter | None = None,
+        prepared: Callable[[], object] | None = None,
+    ) -> None:
+        """One update of random values, and its check. With ``prepared`` the senders prepare it, and that is called."""
         generator = torch.Generator().manual_seed(seed)
         self.values = [
             torch.randint(-(1 << 15), 1 << 15, spec.shape, dtype=torch.int16, generator=generator)
@@ -103,6 +109,10 @@ class Case:
         for layout, tensors in zip(self.made.trainers, self.sources, strict=True):
             for number, where, view in self.places(layout, tensors):
                 view.copy_(self.values[number][where].view(torch.bfloat16))
+        if prepared is not None:
+            for sender, tensors in zip(self.senders, self.sources, strict=True):
+                sender.prepare(tensors)
+            prepared()
         boxes: Boxes = {}
         deadline, trainers = Deadline.after(60), len(self.senders)
         for rank, (sender, tensors) in enumerate(zip(self.senders, self.sources, strict=True)):
@@ -171,6 +181,40 @@ def test_memory_that_moved_is_bound_anew() -> None:
     for tensors in (*case.sources, *case.targets):
         tensors[:] = [torch.full_like(t, torch.nan) for t in tensors]
     case.push(5)
+    case.require_arrival()
+
+
+def test_prepared_sums_serve_one_run(messages: int) -> None:
+    case = Case(shape(DIMS, 2, 2))
+    for seed in (21, 22):
+        case.push(seed, prepared=lambda: None)
+        case.require_arrival()
+    case.push(23)
+    case.require_arrival()
+    for sender, tensors in zip(case.senders, case.sources, strict=True):
+        sender.prepare(tensors)  # an update that never came to its transfer
+    case.push(24, prepared=lambda: None)
+    case.require_arrival()
+
+
+def test_a_tensor_that_changes_after_its_sum_was_taken_shows(messages: int) -> None:
+    case = Case(shape(DIMS, 1, 1))
+    program = case.program(0, True)
+    direct = int(np.flatnonzero(program.buckets.direct[program.copies.bucket])[0])
+    tensor, element = case.sources[0][program.copies.param[direct]], int(program.copies.offset[direct])
+    with pytest.raises(TransferError, match=r"^1 of \d+ buckets did not arrive"):
+        case.push(25, prepared=lambda: tensor.view(torch.int16).view(-1)[element].bitwise_xor_(4))
+    case.push(26)
+    case.require_arrival()
+
+
+def test_memory_that_moves_after_its_sum_was_taken_is_summed_anew() -> None:
+    case = Case(shape(DIMS, 1, 1))
+
+    def move() -> None:
+        case.sources[0][:] = [t.clone() for t in case.sources[0]]
+
+    case.push(27, prepared=move)
     case.require_arrival()
 
 

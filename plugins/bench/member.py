@@ -86,6 +86,10 @@ class Member:
         deadline = Deadline.after(self._setup.timeout)
         if command.memory:
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        started = time.perf_counter()
+        if isinstance(self._side, Sender):
+            self._side.prepare(self._tensors)
+        prepared = time.perf_counter() - started
         self._channel.barrier("the update's start", deadline)
         started, used = time.perf_counter(), cpu_seconds()
         moved = self._side.run(self._tensors, self._channel, command.update, deadline)
@@ -94,7 +98,7 @@ class Member:
             self._side.check()
         seconds = time.perf_counter() - started
         extra = _resident("VmHWM") - self._held if command.memory else 0
-        return talk.Done(seconds, moved.bytes, moved.apply, cpu_seconds() - used, extra)
+        return talk.Done(seconds, moved.bytes, moved.apply, cpu_seconds() - used, extra, prepared)
 
     def raw(self, command: talk.Raw) -> talk.Done:
         """The same bytes between the same pairs by ``isend`` and ``irecv`` on flat memory."""

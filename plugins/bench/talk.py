@@ -54,13 +54,14 @@ class Raw(msgspec.Struct, frozen=True, tag=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     """Carried out. ``seconds`` from one barrier of all members to the next, ``apply`` of it in packing or unpacking,
     ``cpu`` of it on a core, in all threads of the process, ``extra`` the most bytes that the process held meanwhile
-    beyond what it held when it was set up."""
+    beyond what it held when it was set up; ``prepared`` seconds before the first barrier, while engines still serve."""
 
     seconds: float = 0.0
     bytes: int = 0
     apply: float = 0.0
     cpu: float = 0.0
     extra: int = 0
+    prepared: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

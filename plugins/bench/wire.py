@@ -1,8 +1,10 @@
 """``weightlink bench wire``: the wire phase of a full update beside bare Gloo, between the same processes, in turns.
 
 Measured from the barrier that an update's ranks pass before the first byte to the one after the last, with the check
-of every bucket. The reference moves equally many bytes between the same pairs from flat memory to flat memory, in the
-messages of the size that is fastest here. Where tensors must be packed it copies every byte once at each end.
+of every bucket. What senders prepare before it, while engines still serve, is not part of it and printed beside it
+(``prepared``, seconds of the slowest rank). The reference moves equally many bytes between the same pairs from flat
+memory to flat memory, in the messages of the size that is fastest here. Where tensors must be packed it copies every
+byte once at each end.
 """
 
 from __future__ import annotations
@@ -135,6 +137,7 @@ def _turns(name: str, variant: str, members: Members[talk.Done], world: int, run
             "cpu": _cores(mine),
             "reference cpu": _cores(bare),
             "apply": max(answer.apply for answer in last),
+            "prepared": statistics.median(max(a.prepared for a in answers) for answers in mine),
         },
     )
 
