@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import toys
+from megatron_cpu import Megatron
 from plain import connect
 from servers import Server, serve
 from test_drafts import with_draft
@@ -98,3 +99,22 @@ def test_the_models_of_a_server_with_drafts_are_updated_as_selected(tmp_path: Pa
         server.poison()
         assert push(selector="target", ignore=("model.mtp_layers.*",)) == own
         assert push(selector="draft", ignore=("model.layers.*", "model.norm.weight")) == set()
+
+
+def test_a_server_takes_from_the_one_before_it_what_the_trainer_sends_once(tmp_path: Path) -> None:
+    path = toys.make("qwen3", tmp_path / "qwen3")
+    with (
+        serve(path, tmp_path / "first", seconds=SECONDS) as first,
+        serve(path, tmp_path / "second", seconds=SECONDS) as second,
+    ):
+        native, servers = first.checksums(), (first, second)
+        for server in servers:
+            server.poison()
+            assert all(server.checksums()[0][name] != value for name, value in native[0].items())
+        urls = [server.url for server in servers]
+        with Megatron() as megatron:
+            ((one, two),) = megatron.run("push_cases:push", 1, path=str(path), urls=urls, versions=[1, 2])
+        assert one["bytes"] == 2 * sum(one["sent"]) == two["bytes"]
+        for server in servers:
+            assert server.checksums() == native
+            assert server.http.get("/model_info").json()["weight_version"] == "2"
