@@ -66,6 +66,15 @@ def test_the_overhead_bench_pushes_to_a_real_server(tmp_path: Path) -> None:
     assert report["results"][0]["detail"]["bytes"] > 0
 
 
+@pytest.mark.server
+def test_the_update_bench_proves_every_way_and_measures_it(tmp_path: Path) -> None:
+    report = bench("update", "--size", "0.001", "--runs", "1", folder=tmp_path)
+    ways = ("vs-distributed", "vs-tensor", "vs-disk")
+    require_form(report, "update", [(way, world) for world in ("2+2", "2+2 sends") for way in ways])
+    assert [row["runs"] for row in report["results"]] == [1] * 6
+    assert report["results"][0]["detail"]["GB"] > 0.002
+
+
 def test_the_planner_bench_measures_every_case_beside_awex(tmp_path: Path) -> None:
     svg = tmp_path / "curve.svg"
     report = bench("planner", "--size", "0.02", "--runs", "1", "--svg", str(svg), folder=tmp_path)

@@ -20,6 +20,7 @@ BENCHES = {
     "planner": "weightlink.plugins.bench.planner",
     "overhead": "weightlink.plugins.bench.overhead",
     "memory": "weightlink.plugins.bench.memory",
+    "update": "weightlink.plugins.bench.update",
 }
 
 

@@ -135,9 +135,18 @@ class Engine:
         return dict(self._ask("GET", "/weightlink/v1/status", deadline))
 
     def checksums(self, deadline: Deadline) -> dict[str, str]:
-        """SGLang's checksum of every tensor."""
-        (rank,) = self._ask("POST", "/weights_checker", deadline, {"action": "checksum"})["ranks"]
-        return dict(rank["checksums"])
+        """SGLang's checksum of every tensor of a server of one rank."""
+        (rank,) = self.rank_checksums(deadline)
+        return rank
+
+    def rank_checksums(self, deadline: Deadline) -> list[dict[str, str]]:
+        """SGLang's checksum of every tensor, per tensor-parallel rank."""
+        ranks = self._ask("POST", "/weights_checker", deadline, {"action": "checksum"})["ranks"]
+        return [dict(rank["checksums"]) for rank in ranks]
+
+    def scramble(self, deadline: Deadline) -> None:
+        """Lets SGLang fill every tensor with noise."""
+        self._send("POST", "/weights_checker", deadline, {"action": "reset_tensors"})
 
     def load(self, checkpoint: Path, deadline: Deadline) -> None:
         """Lets SGLang load a checkpoint by its own loader, without weightlink."""
