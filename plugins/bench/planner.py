@@ -64,7 +64,7 @@ class _Both:
         self.case = case
         self.trainers, self.engine = case.layouts()
         self.engines = [EngineLayouts(f"engine {n}", self.engine) for n in range(case.engines)]
-        self.wire = WireSettings()
+        self.wire = WireSettings(relay=False)  # the other planner has no relays: equal work
         self.survey = survey_of(self.trainers, self.engines)
         self.packed = self.survey.pack()
         self.infer, self.train = case.metadata()
