@@ -186,11 +186,16 @@ class NcclBackend:
         return post([transfer.data], transfer.peer, 0)
 
     def wait(self, work: Any, deadline: Deadline) -> None:
+        # Streams alone would keep the order, without the host waiting for each round. But then all of an update would
+        # be launched ahead, launches block once the device's queue is full, and with a lost peer nothing would look at
+        # the deadline any more. The rounds that are under way besides this one keep the device busy meanwhile.
         with torch.cuda.device(self._device):
+            pause = 2e-5
             while not work.is_completed():  # also true of a work that failed
                 if self._aborted or deadline.expired:
                     raise RuntimeError("the NCCL operation is not complete")
-                time.sleep(0.0002)
+                time.sleep(pause)
+                pause = min(pause * 1.1, 2e-4)
             work.wait()  # orders the current stream after it, or raises NCCL's error
 
     def abort(self) -> None:
