@@ -46,7 +46,8 @@ def connect(
     :param group: the trainer's ranks; the default process group if None, this process alone if there is none
     :param settings: fields of :class:`LinkSettings` (``timeout``, ``token``, ``host``, ``pause_mode``, ``strict``,
         ``min_engines``, ``selector``, ``family``, ``exclude``, ``ignore``, ``engine_owned``) and of
-        :class:`WireSettings` (``transport``, ``bucket_bytes``, ``direct_bytes``, ``max_peers``, ``relay``)
+        :class:`WireSettings` (``transport``, ``bucket_bytes``, ``direct_bytes``, ``max_peers``, ``relay``,
+        ``coalesce``)
     :raises WeightlinkError: the same on every rank; no weight has been changed then
     """
     chosen = _settings(settings)

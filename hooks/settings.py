@@ -27,6 +27,8 @@ class WireSettings(msgspec.Struct, frozen=True, kw_only=True):
     :param relay: engines of equal layout pass on to one another what they receive, where the trainer's ranks would
         otherwise send more than any engine rank receives. When an engine fails, those behind it fail with it; so with
         ``min_engines`` none does
+    :param coalesce: NCCL posts a round as one operation. False posts message by message, in an order that cannot
+        deadlock: slower, for systems where grouped sends and receives hang. Gloo knows no difference
     """
 
     transport: str = "p2p"
@@ -34,6 +36,7 @@ class WireSettings(msgspec.Struct, frozen=True, kw_only=True):
     direct_bytes: Annotated[int, Meta(ge=1)] = 4 << 20
     max_peers: Annotated[int, Meta(ge=1, le=1024)] = 1
     relay: bool = True
+    coalesce: bool = True
 
 
 class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):

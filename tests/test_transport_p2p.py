@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import socket
@@ -170,6 +171,24 @@ class TestP2P:
         for thread in threads:
             thread.join(30)
         assert agreed == {0: False, 1: False, 2: False}
+
+    @pytest.mark.parametrize(("setting", "own"), [(True, True), (False, True), (True, False)])
+    def test_the_setting_of_the_link_counts_like_every_member_s_own(self, setting: bool, own: bool) -> None:
+        rendezvous, key = Rendezvous.listen(HOST, Deadline.after(LIMIT)), new_key()
+        channel = P2P(coalesce=own).open(
+            rendezvous.store,
+            key=key,
+            rank=0,
+            size=1,
+            host=HOST,
+            device=torch.device("cpu"),
+            wire=WireSettings(coalesce=setting),
+            deadline=Deadline.after(LONG),
+        )
+        said = dist.PrefixStore(f"{key}/hello", rendezvous.store)
+        assert json.loads(said.get("0"))["coalesce"] == json.loads(said.get("verdict"))["coalesce"] == (setting and own)
+        channel.close()
+        rendezvous.close()
 
     @pytest.mark.parametrize("seed", range(20))
     def test_the_common_order_cannot_deadlock(self, seed: int) -> None:

@@ -208,7 +208,7 @@ def open_channel(
     if device.type == "cpu" or device.index is None:  # as tensors spell it
         device = torch.empty(0, device=device.type).device
     me = f"group rank {rank}"
-    hello = _Hello(name, backend_version(name), coalesce)
+    hello = _Hello(name, backend_version(name), coalesce and wire.coalesce)
     interface = GlooBackend.interface(host)
     formed: list[Backend] = []
     try:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class P2P:
     """The ``p2p`` transport.
 
-    :param coalesce: post a round as one coalesced operation where every member can (NCCL). With False on any member,
-        every member posts one operation at a time, in an order that cannot deadlock.
+    :param coalesce: this member can post a round as one coalesced operation (NCCL). With False on any member, or in the
+        link's settings, every member posts one operation at a time, in an order that cannot deadlock.
     """
 
     name = "p2p"
