@@ -82,14 +82,16 @@ def overlaps(a: Boxes, b: Boxes) -> Overlaps:
 def _candidates(a: Boxes, b: Boxes) -> tuple[Int64, Int64]:
     """Pairs whose intervals meet along the dimension that leaves the fewest."""
     best: tuple[int, Int64, Int64, Int64] | None = None
-    top = int(max(a.hi.max(), b.hi.max())) + 2
-    for dim in range(DIMS):
+    a_hi, b_hi = a.hi, b.hi
+    top = int(max(a_hi.max(), b_hi.max())) + 2
+    used = np.flatnonzero((a_hi != 0).any(axis=0) | (b_hi != 0).any(axis=0)).tolist()
+    for dim in used or [0]:
         # One axis for all groups: groups lie behind one another, so that an interval never leaves its group.
-        b_lo, b_hi = b.group * top + b.lo[:, dim], b.group * top + b.hi[:, dim]
-        order = np.argsort(b_lo, kind="stable")
-        reach = np.maximum.accumulate(b_hi[order])
+        begin, end = b.group * top + b.lo[:, dim], b.group * top + b_hi[:, dim]
+        order = np.argsort(begin, kind="stable")
+        reach = np.maximum.accumulate(end[order])
         first = np.searchsorted(reach, a.group * top + a.lo[:, dim], side="left")
-        last = np.searchsorted(b_lo[order], a.group * top + a.hi[:, dim], side="right")
+        last = np.searchsorted(begin[order], a.group * top + a_hi[:, dim], side="right")
         count = np.maximum(last - first, 0)
         total = int(count.sum())
         if best is None or total < best[0]:
@@ -100,7 +102,7 @@ def _candidates(a: Boxes, b: Boxes) -> tuple[Int64, Int64]:
     i = np.repeat(np.arange(len(a)), count)
     within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
     j = order[np.repeat(first, count) + within]
-    meet = (a.group[i] == b.group[j]) & ((a.lo[i] <= b.hi[j]) & (b.lo[j] <= a.hi[i])).all(axis=1)
+    meet = (a.group[i] == b.group[j]) & ((a.lo[i] <= b_hi[j]) & (b.lo[j] <= a_hi[i])).all(axis=1)
     return i[meet].astype(np.int64), j[meet].astype(np.int64)
 
 
@@ -112,9 +114,9 @@ def _intersect(
     b_lo, _, b_step, b_hi = b
     first, last = np.maximum(a_lo, b_lo), np.minimum(a_hi, b_hi)
     step = np.ones_like(first)
-    for sa, sb in np.unique(np.stack([a_step.ravel(), b_step.ravel()], axis=1), axis=0):
-        if sa == 1 and sb == 1:
-            continue
+    stepped = (a_step != 1) | (b_step != 1)
+    steps = np.stack([a_step[stepped], b_step[stepped]], axis=1)
+    for sa, sb in np.unique(steps, axis=0) if len(steps) else ():
         here = (a_step == sa) & (b_step == sb)
         common = math.gcd(int(sa), int(sb))
         both = int(sa) // common * int(sb)

@@ -1,24 +1,24 @@
 """From boxes to pieces: what each engine rank takes from which source box, cut so that a piece fits into a bucket.
 
 Everything here is per kind of tensor (:mod:`weightlink.kinds`); :class:`Pieces` then counts each piece once per tensor
-of its kind, without writing the pieces out.
+of its kind, without writing the copies out.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from weightlink.converters.boxes import Boxes, overlaps, union_volume
 from weightlink.converters.coverage import Violations, prove_tiling
-from weightlink.hooks.geometry import DIMS, Int64, TensorSpec, pad
-from weightlink.kinds import Rows, UInt64, hash_rows, joint, kinds_of
+from weightlink.hooks.geometry import DIMS, Int64, TensorSpec
+from weightlink.kinds import Table, UInt64, hash_rows, numbered, sorted_by, spread, within
 from weightlink.program import ITEMSIZES
-from weightlink.survey import Holding
+from weightlink.survey import Side
 
 
 @dataclass
@@ -28,40 +28,48 @@ class Sources:
     ``sets[holders[b]]`` are the ranks that hold source box ``b``. Source boxes are those of one tensor per kind.
     """
 
-    rows: Rows
-    kind: Int64  # per tensor
+    table: Table
     volume: Int64  # elements per kind
-    boxes: Boxes  # grouped by kind
-    key: UInt64  # of each box, as in ``rows``
+    boxes: Boxes  # grouped by kind, in order
+    key: UInt64  # of each box, as the table's ``box_key``
     holders: Int64
     sets: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, manifest: Sequence[TensorSpec], trainers: Sequence[Holding], found: Violations) -> Sources:
+    def of(cls, manifest: Sequence[TensorSpec], trainers: Side, found: Violations) -> Sources:
         """Adds to ``found`` whatever keeps the boxes from tiling every tensor exactly."""
-        rows = Rows.of(trainers, by_dtype=False)
-        kind, first = joint(kinds_of(rows, len(manifest)), _shapes(manifest))
-        chosen, group = _of_first(rows, kind, first)
-        key = hash_rows(rows.key[chosen], group)
-        _, at, box = np.unique(key, return_index=True, return_inverse=True)
-        whole = rows.boxes(chosen[at], group[at])
-        order = np.lexsort((rows.rank[chosen], box))
-        bounds = np.searchsorted(box[order], np.arange(len(at) + 1))
-        rank = rows.rank[chosen[order]].tolist()
-        numbers: dict[tuple[int, ...], int] = {}
-        holders = np.zeros(len(at), np.int64)
-        for n, (start, end) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
-            holders[n] = numbers.setdefault(tuple(dict.fromkeys(rank[start:end])), len(numbers))
-        volume = np.array([math.prod(t.shape) for t in manifest], np.int64)
+        table = trainers.table
+        box, first = numbered(hash_rows(table.box_key, table.row_kind))
+        whole = _boxes(table, first, table.row_kind[first])
+        volume = np.array([math.prod(manifest[n].shape) for n in table.first.tolist()], np.int64)
         prove_tiling(
             whole,
-            volume[first],
-            name=lambda k: _name(manifest, kind, k),
-            rank=lambda b: trainers[int(rows.rank[chosen[at[b]]])].rank,
+            volume,
+            name=lambda k: _name(manifest, table.kind, k),
+            rank=lambda b: trainers.ranks[int(table.rank[first[b]])],
             nobody="no trainer rank",
             found=found,
         )
-        return cls(rows, kind, volume[first], whole, rows.key[chosen[at]], holders, tuple(numbers))
+        return cls(table, volume, whole, table.box_key[first], *_holders(box, table.rank, len(first)))
+
+
+def _holders(box: Int64, rank: Int64, boxes: int) -> tuple[Int64, tuple[tuple[int, ...], ...]]:
+    """The set of ranks of each box, by number, and the sets."""
+    if not boxes:
+        return np.zeros(0, np.int64), ()
+    ranks = int(rank.max()) + 1
+    pairs = np.unique(box * ranks + rank)  # a rank may have a box twice: tied weights
+    owner, rank = pairs // ranks, pairs % ranks
+    start = np.searchsorted(owner, np.arange(boxes + 1))
+    sums = [np.add.reduceat(hash_rows(rank, variant=v), start[:-1]) for v in (0, 1)]
+    holders, first = numbered(hash_rows(*sums, np.diff(start)))
+    return holders, tuple(tuple(rank[start[b] : start[b + 1]].tolist()) for b in first.tolist())
+
+
+def _boxes(table: Table, row: Int64, group: Int64) -> Boxes:
+    """The boxes of rows of a table as members of groups."""
+    box = table.box[row]
+    return Boxes(group, box[:, :DIMS], box[:, DIMS : 2 * DIMS], box[:, 2 * DIMS :])
 
 
 def _name(manifest: Sequence[TensorSpec], kind: Int64, number: int) -> str:
@@ -71,63 +79,46 @@ def _name(manifest: Sequence[TensorSpec], kind: Int64, number: int) -> str:
     return manifest[int(members[0])].name + more
 
 
-def _shapes(manifest: Sequence[TensorSpec]) -> Int64:
-    shapes = np.array([pad(t.shape, 1) for t in manifest], np.int64).reshape(-1, DIMS)
-    return np.unique(hash_rows(shapes), return_inverse=True)[1].reshape(-1).astype(np.int64)
-
-
-def _of_first(rows: Rows, kind: Int64, first: Int64) -> tuple[Int64, Int64]:
-    """The rows of the first tensor of each kind, and their kinds."""
-    is_first = np.zeros(len(kind), bool)
-    is_first[first] = True
-    chosen = np.flatnonzero(is_first[rows.tensor])
-    return chosen, kind[rows.tensor[chosen]]
-
-
 @dataclass
 class Pieces:
-    """All copies into one engine, as (tensor, table row) pairs.
+    """All copies into one engine, as runs.
 
-    A *piece* belongs to a kind: a box, its wire dtype, the source box that it is read from. A row of the *table* is a
-    piece on its way to one receiver. Copy ``n`` is row ``row[n]`` of the table for tensor ``tensor[n]``.
+    A *kind* here is one to the trainer and to the engine. A *piece* belongs to a kind: a box, its wire dtype, the
+    source box that it is read from. A *run* is a piece on its way to one receiver, once for each tensor of its kind:
+    copy ``n`` of a run is tensor ``members[start + n]``, for ``n < count``.
     """
 
-    rows: Rows
-    tensor: Int64
-    row: Int64
-    # table
+    table: Table
+    members: Int64
+    # runs
     piece: Int64
     dst: Int64
     turn: Int64  # which of a receiver's equal boxes
+    start: Int64
+    count: Int64
     # pieces
     source: Int64
-    target_key: UInt64  # of the box that it is part of, as in ``rows``
+    target_key: UInt64  # of the box that it is part of, as the table's ``key``
     lo: Int64
     size: Int64
     step: Int64
     dtype: Int64
 
     def __len__(self) -> int:
-        return len(self.tensor)
-
-    @property
-    def table_bytes(self) -> Int64:
-        """Wire bytes per row of the table."""
-        nbytes: Int64 = self.size.prod(axis=1) * ITEMSIZES[self.dtype]
-        return nbytes[self.piece]
+        return int(self.count.sum())
 
     @cached_property
     def nbytes(self) -> Int64:
-        """Wire bytes per copy."""
-        nbytes: Int64 = self.table_bytes[self.row]
-        return nbytes
+        """Wire bytes of each copy of a run."""
+        nbytes: Int64 = self.size.prod(axis=1) * ITEMSIZES[self.dtype]
+        return nbytes[self.piece]
 
 
 def pieces_of(
     name: str,
     manifest: Sequence[TensorSpec],
     sources: Sources,
-    targets: Sequence[Holding],
+    targets: Side,
     limit: int,
     ignore: Sequence[str],
     found: Violations,
@@ -138,62 +129,53 @@ def pieces_of(
     :param ignore: names, or patterns with ``*``, that no rank needs to take
     Adds to ``found`` every region that nobody fills and every tensor that nobody takes, whole.
     """
-    rows = Rows.of(targets, by_dtype=True)
-    kind, first = joint(sources.kind, kinds_of(rows, len(manifest)))
-    chosen, group = _of_first(rows, kind, first)
-    key = hash_rows(rows.key[chosen], group)
-    _, at, box = np.unique(key, return_index=True, return_inverse=True)
-    box = box.reshape(-1)
-    whole = rows.boxes(chosen[at], group[at])
-    dtype = rows.dtype[chosen[at]].astype(np.int64)
+    table = targets.table
+    kind, first = numbered(sources.table.kind * table.kinds + table.kind)
+    members, member_start = sorted_by(kind, len(first))
+    ours, theirs = sources.table.kind[first], table.kind[first]
+    # The rows of each kind here: an engine may tell tensors apart that are one kind to the trainer, and the reverse.
+    count = np.diff(table.start)[theirs]
+    row, row_kind = spread(table.start[theirs], count), np.repeat(np.arange(len(first)), count)
+    box, at = numbered(hash_rows(table.key[row], row_kind))
+    whole = _boxes(table, row[at], row_kind[at])
+    dtype, key = table.dtype[row[at]], table.key[row[at]]
 
-    # The source boxes of each kind here: an engine may tell tensors apart that are one kind to the trainer.
-    by_kind = np.argsort(sources.boxes.group, kind="stable")
-    bounds = np.searchsorted(sources.boxes.group[by_kind], np.arange(len(sources.volume) + 1))
-    wanted = sources.kind[first]
-    count = (bounds[1:] - bounds[:-1])[wanted]
-    again = by_kind[np.repeat(bounds[wanted], count) + within(count)]
+    source_start = np.searchsorted(sources.boxes.group, np.arange(len(sources.volume) + 1))
+    count = np.diff(source_start)[ours]
+    again = spread(source_start[ours], count)
     part = sources.boxes.take(again)
     pairs = overlaps(Boxes(np.repeat(np.arange(len(first)), count), part.lo, part.size, part.step), whole)
-    order = np.lexsort((again[pairs.a], pairs.b))
+    order = np.lexsort((pairs.a, pairs.b))
     a, b = again[pairs.a[order]], pairs.b[order]
     lo, size, step = pairs.lo[order], pairs.size[order], pairs.step[order]
-    _prove_arrival(name, manifest, kind, whole, b, size, rows, chosen[at], targets, found)
-    _prove_consumed(name, manifest, sources, kind, first, whole, ignore, found)
+    holder = table.rank[row[at]]
+    _prove_arrival(name, manifest, kind, whole, b, size, lambda n: targets.ranks[int(holder[n])], found)
+    _prove_consumed(name, manifest, sources.volume[ours], kind, whole, ignore, found)
 
     copy, lo, size, step = split(lo, size, step, ITEMSIZES[dtype[b]], limit)
     a, b = a[copy], b[copy]
-    # Each piece once per receiver of its box, kind by kind.
-    by_box = np.argsort(box, kind="stable")
-    starts = np.searchsorted(box[by_box], np.arange(len(at) + 1))
-    fan = (starts[1:] - starts[:-1])[b]
+    # Each piece once per receiver of its box.
+    by_box, box_start = sorted_by(box, len(at))
+    fan = np.diff(box_start)[b]
     piece = np.repeat(np.arange(len(b)), fan)
-    receiver = chosen[by_box[np.repeat(starts[b], fan) + within(fan)]]
-    table_kind = group[at][b[piece]] if len(piece) else np.zeros(0, np.int64)
-    order = np.lexsort((rows.rank[receiver], table_kind))
-    piece, receiver, table_kind = piece[order], receiver[order], table_kind[order]
-    bounds = np.searchsorted(table_kind, np.arange(len(first) + 1))
-    count = (bounds[1:] - bounds[:-1])[kind]
+    receiver = by_box[spread(box_start[b], fan)]
+    order = np.lexsort((table.rank[row[receiver]], row_kind[receiver]))
+    piece, receiver = piece[order], receiver[order]
     return Pieces(
-        rows,
-        np.repeat(np.arange(len(manifest)), count),
-        np.repeat(bounds[:-1][kind], count) + within(count),
+        table,
+        members,
         piece,
-        rows.rank[receiver].astype(np.int64),
-        rows.turn[receiver].astype(np.int64),
+        table.rank[row[receiver]],
+        table.turn[row[receiver]],
+        member_start[row_kind[receiver]],
+        np.diff(member_start)[row_kind[receiver]],
         a,
-        rows.key[chosen[at]][b],
+        key[b],
         lo,
         size,
         step,
         dtype[b],
     )
-
-
-def within(count: Int64) -> Int64:
-    """``0 .. c-1`` for each ``c`` of ``count``, one after the other."""
-    within: Int64 = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-    return within
 
 
 def _prove_arrival(
@@ -203,18 +185,16 @@ def _prove_arrival(
     whole: Boxes,
     b: Int64,
     size: Int64,
-    rows: Rows,
-    row: Int64,
-    targets: Sequence[Holding],
+    ranks: Callable[[int], str],
     found: Violations,
 ) -> None:
     """Each destination box gets all its elements."""
     arrives = np.zeros(len(whole), np.int64)
     np.add.at(arrives, b, size.prod(axis=1))
-    for n in np.flatnonzero(arrives != whole.numel):
+    for n in np.flatnonzero(arrives != whole.numel).tolist():
         found.add(
             _name(manifest, kind, int(whole.group[n])),
-            f"{name} {targets[int(rows.rank[row[n]])].rank}",
+            f"{name} {ranks(n)}",
             f"{int(arrives[n])} of {int(whole.numel[n])} elements have a source",
         )
 
@@ -222,15 +202,14 @@ def _prove_arrival(
 def _prove_consumed(
     name: str,
     manifest: Sequence[TensorSpec],
-    sources: Sources,
+    volume: Int64,
     kind: Int64,
-    first: Int64,
     whole: Boxes,
     ignore: Sequence[str],
     found: Violations,
 ) -> None:
     """Each tensor is taken by somebody, whole."""
-    volume, consumed = sources.volume[sources.kind[first]], union_volume(whole, len(first))
+    consumed = union_volume(whole, len(volume))
     for number in np.flatnonzero(consumed < volume):
         for tensor in np.flatnonzero(kind == number):
             if not any(fnmatch.fnmatchcase(manifest[tensor].name, pattern) for pattern in ignore):

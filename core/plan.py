@@ -6,18 +6,18 @@ memory (:meth:`Plan.send_program`, :meth:`Plan.receive_program`). Nobody needs a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 import numpy as np
-from weightlink.balance import choose_senders
-from weightlink.buckets import Packing, pack
+from weightlink.balance import Parts, choose_senders
 from weightlink.converters.coverage import Violations, delivered, may_own, prove_reads, prove_single_memory
 from weightlink.hooks.errors import LayoutError, PlanMismatch
 from weightlink.hooks.geometry import CASTABLE, DIMS, Int64, Layout, TensorSpec
 from weightlink.hooks.settings import WireSettings
-from weightlink.kinds import Rows, UInt64, hash_rows
+from weightlink.kinds import UInt64, hash_rows, turns
 from weightlink.pieces import Pieces, Sources, pieces_of
 from weightlink.program import (
     COVERAGE_REMEDY,
@@ -30,8 +30,8 @@ from weightlink.program import (
     verify_receive,
 )
 from weightlink.relays import NOBODY, choose_relays, source_of
-from weightlink.schedule import colour_rounds
-from weightlink.survey import Holding, Survey, merge_manifest
+from weightlink.survey import Holding, Side, Survey, merge_manifest, same_boxes
+from weightlink.traffic import Load, Schedule, Traffic
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ class EngineLayouts:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """All buckets into one engine, numbered in the order of their rounds. ``bucket_src`` is a trainer rank,
-    ``bucket_dst`` an engine rank; a bucket that is ``bucket_alone`` holds one large copy.
+    """What goes into one engine. ``received`` are wire bytes per engine rank, without alignment.
 
     Where ``relay`` is the number of another engine, the buckets are that one's: each rank passes on to the rank of the
     same number here what it received, in the same order."""
@@ -57,20 +56,38 @@ class EnginePlan:
     world: int
     pieces: Pieces
     sources: Sources
-    packing: Packing
-    number: Int64  # of each bucket of ``packing``
-    bucket_src: Int64
-    bucket_dst: Int64
-    bucket_round: Int64
-    bucket_bytes: Int64
-    bucket_alone: Int64
+    traffic: Traffic
     received: Int64
-    """Wire bytes per engine rank, without alignment."""
     relay: int = NOBODY
 
     @property
+    def bucket_src(self) -> Int64:
+        """See :class:`Traffic`."""
+        return self.traffic.bucket_src
+
+    @property
+    def bucket_dst(self) -> Int64:
+        """See :class:`Traffic`."""
+        return self.traffic.bucket_dst
+
+    @property
+    def bucket_round(self) -> Int64:
+        """See :class:`Traffic`."""
+        return self.traffic.bucket_round
+
+    @property
+    def bucket_bytes(self) -> Int64:
+        """See :class:`Traffic`."""
+        return self.traffic.bucket_bytes
+
+    @property
+    def bucket_alone(self) -> Int64:
+        """See :class:`Traffic`."""
+        return self.traffic.bucket_alone
+
+    @property
     def rounds(self) -> int:
-        """Number of rounds."""
+        """Up to its last one; not all of them need have a bucket for this engine."""
         return int(self.bucket_round.max(initial=-1)) + 1
 
     @property
@@ -92,6 +109,7 @@ class Plan:
     sent_bytes: Int64
     digest: str
     layouts: tuple[Sequence[Layout], tuple[Sequence[Layout], ...]] | None = None
+    _own: dict[tuple[int, int, int], _Own] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def manifest(self) -> tuple[TensorSpec, ...]:
@@ -117,32 +135,22 @@ class Plan:
 
         Raises :class:`LayoutError` where it would have to cast what cannot be cast."""
         e = self.engines[engine]
-        own = self._layout(layout, 0, 0, rank)
-        numbers = {spec.name: n for n, spec in enumerate(self.manifest)}
-        tensor_of = np.array([numbers[t.name] for t in own.tensors], np.int64)
-        holding = self.survey.trainers[rank]
-        _require_same(holding, Holding.of(own, tensor_of, holding.host))
+        layout = self._layout(layout, 0, 0, rank)
+        own = self._find(
+            self.survey.trainers, rank, layout, lambda: [self.survey.numbers.get(t.name, -1) for t in layout.tensors]
+        )
         mine = np.flatnonzero((e.bucket_src == rank) & (e.relay == NOBODY))
-        place, copy = self._own(e, mine)
-        row = e.pieces.row[copy]
-        key = e.sources.key[e.pieces.source[e.pieces.piece[row]]]
-        region = _locate(e.sources.rows, rank, e.pieces.tensor[copy], key, np.zeros(len(row), np.int64))
-        program = self._program(e, mine, self.trainers + e.bucket_dst[mine], place, own, region)
-        _check_casts(program.copies, own)
+        program = self._program(e, mine, self.trainers + e.bucket_dst[mine], own, sending=True)
+        _check_casts(program.copies, layout)
         return program
 
     def receive_program(self, engine: int, rank: int, layout: Layout | None = None) -> Program:
         """What rank ``rank`` of engine ``engine``, whose layout this is, does."""
         e = self.engines[engine]
-        own = self._layout(layout, 1, engine, rank)
-        holding = self.survey.engines[engine][rank]
-        _require_same(holding, Holding.of(own, np.arange(len(own.tensors)), holding.host))
+        layout = self._layout(layout, 1, engine, rank)
+        own = self._find(self.survey.engines[engine], rank, layout, lambda: range(len(layout.tensors)))
         mine = np.flatnonzero(e.bucket_dst == rank)
-        place, copy = self._own(e, mine)
-        row = e.pieces.row[copy]
-        key = e.pieces.target_key[e.pieces.piece[row]]
-        region = _locate(e.pieces.rows, rank, e.pieces.tensor[copy], key, e.pieces.turn[row])
-        return self._program(e, mine, e.bucket_src[mine], place, own, region)
+        return self._program(e, mine, e.bucket_src[mine], own, sending=False)
 
     def _layout(self, layout: Layout | None, side: int, engine: int, rank: int) -> Layout:
         if layout is not None:
@@ -151,34 +159,39 @@ class Plan:
             raise PlanMismatch("a plan made from a survey needs the rank's own layout to bind to")
         return self.layouts[1][engine][rank] if side else self.layouts[0][rank]
 
-    def _own(self, e: EnginePlan, mine: Int64) -> tuple[Int64, Int64]:
-        """The copies of the buckets ``mine`` in the order of these: places in the packing, and numbers."""
-        wanted = np.zeros(len(e.number), bool)
-        wanted[mine] = True
-        number = e.number[e.packing.bucket]
-        place = np.flatnonzero(wanted[number])
-        place = place[np.argsort(number[place], kind="stable")]
-        return place, e.packing.order[place]
+    def _find(self, side: Side, rank: int, layout: Layout, numbers: Callable[[], Sequence[int]]) -> _Own:
+        """What a rank has, looked up once for all engines that it serves."""
+        key = id(side.table), rank, id(layout)
+        if key not in self._own:
+            self._own[key] = _Own.of(side, rank, layout, np.array(numbers(), np.int64))
+        return self._own[key]
 
-    def _program(self, e: EnginePlan, mine: Int64, peer: Int64, place: Int64, own: Layout, region: Int64) -> Program:
+    def _program(self, e: EnginePlan, mine: Int64, peer: Int64, own: _Own, *, sending: bool) -> Program:
         """Bind copies to this rank's regions; the buckets' copies are direct where its own memory is one run."""
-        copy = e.packing.order[place]
-        piece = e.pieces.piece[e.pieces.row[copy]]
-        lo, size, step, dtype = e.pieces.lo[piece], e.pieces.size[piece], e.pieces.step[piece], e.pieces.dtype[piece]
-        r = own.regions
-        at = (lo - r.lo[region]) // r.step[region]
-        offset = r.offset[region] + (at * r.stride[region]).sum(axis=1)
-        stride = np.where(size > 1, r.stride[region] * (step // r.step[region]), 0)
+        p = e.pieces
+        load = e.traffic.load
+        bucket, part, number, at = load.packing.copies(e.traffic.order[mine])
+        run = load.parts.run[part]
+        tensor = p.members[p.start[run] + load.parts.first[part] + number]
+        piece = p.piece[run]
+        lo, size, step, dtype = p.lo[piece], p.size[piece], p.step[piece], p.dtype[piece]
+        region = own.read(tensor, e.sources.key[p.source[piece]]) if sending else (
+            own.written(tensor, p.target_key[piece], p.turn[run])
+        )  # fmt: skip
+        r = own.layout.regions
+        index = (lo - r.lo[region]) // r.step[region]
+        stride = r.stride[region]
+        offset = r.offset[region] + (index * stride).sum(axis=1)
+        stride = np.where(size > 1, stride * (step // r.step[region]), 0)
         param = r.param[region]
-        bucket = np.searchsorted(mine, e.number[e.packing.bucket[place]])
-        kept = np.array([DTYPE_NUMBER[p.dtype] for p in own.params] or [0], np.int64)[param]
+        kept = np.array([DTYPE_NUMBER[spec.dtype] for spec in own.layout.params] or [0], np.int64)[param]
         direct = (e.bucket_alone[mine[bucket]] == 1) & contiguous(size, stride) & (kept == dtype)
         is_direct = np.zeros(len(mine), np.int32)
         is_direct[bucket[direct]] = 1
         copies = Copies(
             bucket.astype(np.int32),
-            e.packing.at[place],
-            e.pieces.tensor[copy].astype(np.int32),
+            at,
+            tensor.astype(np.int32),
             param.astype(np.int32),
             dtype.astype(np.int32),
             lo,
@@ -197,33 +210,60 @@ class Plan:
         return Program(self.digest, self.survey.manifest_digest, e.rounds, copies, buckets)
 
 
-def _require_same(told: Holding, own: Holding) -> None:
-    """The survey must speak of this rank as it is."""
-    same = len(told) == len(own) and all(
-        np.array_equal(getattr(told, name), getattr(own, name)) for name in ("tensor", "dtype", "box")
-    )
-    if not same:
-        raise PlanMismatch(
-            "the plan was made for another layout of this rank",
-            rank=own.rank,
-            expected=f"{len(own)} regions, as observed",
-            found=f"{len(told)} regions of {told.rank}",
-            remedy="connect again",
+@dataclass(frozen=True, eq=False)
+class _Own:
+    """The regions of one rank, to be found by tensor and box."""
+
+    layout: Layout
+    holding: Holding
+
+    @classmethod
+    def of(cls, side: Side, rank: int, layout: Layout, numbers: Int64) -> _Own:
+        """Raises :class:`PlanMismatch` unless the survey speaks of this rank as it is."""
+        told, own = side[rank], Holding.of(layout, numbers)
+        a, b = (np.argsort(hash_rows(h.tensor, h.dtype, h.box), kind="stable") for h in (told, own))
+        same = len(a) == len(b) and all(
+            np.array_equal(getattr(told, name)[a], getattr(own, name)[b]) for name in ("tensor", "dtype", "box")
         )
+        if not same:
+            raise PlanMismatch(
+                "the plan was made for another layout of this rank",
+                rank=layout.rank,
+                expected=f"{len(own)} regions, as observed",
+                found=f"{len(told)} regions of {told.rank}",
+                remedy="connect again",
+            )
+        return cls(layout, own)
+
+    def read(self, tensor: Int64, key: UInt64) -> Int64:
+        """The regions of these tensors with these boxes; the first where memory has two names."""
+        return self._locate(self._to_read, hash_rows(key, tensor))
+
+    def written(self, tensor: Int64, key: UInt64, turn: Int64) -> Int64:
+        """The regions of these tensors with these boxes in these dtypes, by their turn where several are equal."""
+        return self._locate(self._to_write, hash_rows(key, tensor, turn))
+
+    @cached_property
+    def _to_read(self) -> tuple[UInt64, Int64]:
+        return _sorted(hash_rows(hash_rows(self.holding.box), self.holding.tensor))
+
+    @cached_property
+    def _to_write(self) -> tuple[UInt64, Int64]:
+        h = self.holding
+        key = hash_rows(h.box, h.dtype)
+        return _sorted(hash_rows(key, h.tensor, turns(hash_rows(key, h.tensor))))
+
+    def _locate(self, have: tuple[UInt64, Int64], want: UInt64) -> Int64:
+        values, order = have
+        found = np.searchsorted(values, want)
+        if len(want) and (not len(order) or (values[np.minimum(found, len(order) - 1)] != want).any()):
+            raise PlanMismatch("the plan names a box that this rank does not have", rank=self.layout.rank)
+        return order[found]
 
 
-def _locate(rows: Rows, rank: int, tensor: Int64, key: UInt64, turn: Int64) -> Int64:
-    """The rank's regions that are these boxes of these tensors."""
-    first = int(np.searchsorted(rows.rank, rank, side="left"))
-    last = int(np.searchsorted(rows.rank, rank, side="right"))
-    have = hash_rows(rows.key[first:last], rows.tensor[first:last], rows.turn[first:last])
-    order = np.argsort(have, kind="stable")
-    want = hash_rows(key, tensor, turn)
-    found = np.searchsorted(have[order], want)
-    region: Int64 = order[np.minimum(found, max(len(order) - 1, 0))] if len(order) else np.zeros(0, np.int64)
-    if len(want) and (not len(order) or (have[region] != want).any()):
-        raise PlanMismatch("the plan names a box that this rank does not have", rank=str(rank))
-    return region
+def _sorted(values: UInt64) -> tuple[UInt64, Int64]:
+    order = np.argsort(values, kind="stable")
+    return values[order], order
 
 
 def contiguous(size: Int64, stride: Int64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -275,94 +315,75 @@ def make_plan(survey: Survey, wire: WireSettings, *, names: Sequence[str] = (), 
         )
     found.raise_if_any("the trainer's tensors and the engines' do not match", COVERAGE_REMEDY)
 
-    chosen, relay = _assign(survey, sources, every, relays=wire.relay)
-    served: dict[int, EnginePlan] = {
-        n: _engine(name, len(targets), every[n], sources, chosen[n], wire)
+    parts, relay = _assign(survey, sources, every, relays=wire.relay)
+    received = [_received(p, len(targets)) for p, targets in zip(every, survey.engines, strict=True)]
+    loads: list[Load] = []
+    for n, chosen in parts.items():
+        alike = (load for load in loads if load.pieces is every[n] and load.parts.equals(chosen))
+        loads.append(next(alike, None) or Load(every[n], chosen, wire))
+    schedule = Schedule(loads, [len(survey.engines[n]) for n in parts], wire.max_peers)
+    served = {n: Traffic(load, schedule, k) for k, (n, load) in enumerate(zip(parts, loads, strict=True))}
+    engines = tuple(
+        EnginePlan(name, len(targets), every[n], sources, served[source_of(relay, n)], received[n], relay[n])
         for n, (name, targets) in enumerate(zip(names, survey.engines, strict=True))
-        if relay[n] == NOBODY
-    }
-    engines = tuple(replace(served[source_of(relay, n)], name=name, relay=relay[n]) for n, name in enumerate(names))
-    sent = _sent(every, chosen, len(survey.trainers))
+    )
+    sent = _sent(every, parts, len(survey.trainers))
     return Plan(survey, wire, engines, sent, survey.digest(msgspec.msgpack.encode(wire)))
 
 
 def _assign(
     survey: Survey, sources: Sources, every: Sequence[Pieces], *, relays: bool
-) -> tuple[dict[int, Int64], list[int]]:
-    """The sending rank of every copy into every engine that the trainer serves, and who serves the others."""
+) -> tuple[dict[int, Parts], list[int]]:
+    """The sending ranks of all copies into every engine that the trainer serves, and who serves the others."""
     relay = [NOBODY] * len(every)
     chosen = _choose(survey, sources, every, relay)
     twins = [next(k for k in range(n + 1) if every[k] is every[n]) for n in range(len(every))]
     if relays and len(set(twins)) < len(twins):
         sent = _sent(every, chosen, len(survey.trainers))
-        received = max(int(np.bincount(p.dst[p.row], p.nbytes).max(initial=0)) for p in every)
-        hosts = [[h.host for h in engine] for engine in survey.engines]
+        received = max(int(_received(every[n], 0).max(initial=0)) for n in set(twins))
+        hosts = [engine.hosts for engine in survey.engines]
         relay = choose_relays(twins, hosts, int(sent.max(initial=0)), received)
         if any(upstream != NOBODY for upstream in relay):
             chosen = _choose(survey, sources, every, relay)
     return chosen, relay
 
 
-def _choose(survey: Survey, sources: Sources, every: Sequence[Pieces], relay: Sequence[int]) -> dict[int, Int64]:
+def _choose(survey: Survey, sources: Sources, every: Sequence[Pieces], relay: Sequence[int]) -> dict[int, Parts]:
     served = [n for n, upstream in enumerate(relay) if upstream == NOBODY]
     starts = np.cumsum([0, *(len(e) for e in survey.engines)]).tolist()
-    sender = choose_senders(
-        _joined([sources.holders[every[n].source[every[n].piece[every[n].row]]] for n in served]),
+    parts = choose_senders(
+        _joined([sources.holders[every[n].source[every[n].piece]] for n in served]),
         sources.sets,
         _joined([every[n].nbytes for n in served]),
-        _joined([starts[n] + every[n].dst[every[n].row] for n in served]),
+        _joined([every[n].count for n in served]),
+        _joined([starts[n] + every[n].dst for n in served]),
         len(survey.trainers),
-        hosts=[h.host for h in survey.trainers],
-        receiver_hosts=[h.host for engine in survey.engines for h in engine],
+        hosts=survey.trainers.hosts,
+        receiver_hosts=[host for engine in survey.engines for host in engine.hosts],
     )
-    ends = np.cumsum([len(every[n]) for n in served])
-    return dict(zip(served, np.split(sender, ends[:-1]), strict=True)) if served else {}
+    runs = np.cumsum([0, *(len(every[n].count) for n in served)])
+    ends = np.searchsorted(parts.run, runs).tolist()
+    return {
+        n: Parts(parts.run[a:b] - first, parts.first[a:b], parts.count[a:b], parts.sender[a:b])
+        for n, a, b, first in zip(served, ends[:-1], ends[1:], runs.tolist(), strict=False)
+    }
 
 
-def _sent(every: Sequence[Pieces], chosen: Mapping[int, Int64], ranks: int) -> Int64:
+def _sent(every: Sequence[Pieces], chosen: Mapping[int, Parts], ranks: int) -> Int64:
     """Bytes per trainer rank."""
     sent = np.zeros(ranks, np.int64)
-    for n, sender in chosen.items():
-        sent += np.bincount(sender, every[n].nbytes, ranks).astype(np.int64)
+    for n, parts in chosen.items():
+        sent += np.bincount(parts.sender, every[n].nbytes[parts.run] * parts.count, ranks).astype(np.int64)
     return sent
+
+
+def _received(pieces: Pieces, world: int) -> Int64:
+    """Bytes per engine rank."""
+    return np.bincount(pieces.dst, pieces.nbytes * pieces.count, world).astype(np.int64)
 
 
 def _joined(parts: Sequence[Int64]) -> Int64:
     return np.concatenate([np.zeros(0, np.int64), *parts])
-
-
-def same_boxes(a: Sequence[Holding], b: Sequence[Holding]) -> bool:
-    """Whether two engines have the same boxes on the same ranks."""
-    return len(a) == len(b) and all(
-        len(x) == len(y)
-        and np.array_equal(x.tensor, y.tensor)
-        and np.array_equal(x.dtype, y.dtype)
-        and np.array_equal(x.box, y.box)
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def _engine(name: str, world: int, pieces: Pieces, sources: Sources, src: Int64, wire: WireSettings) -> EnginePlan:
-    dst = pieces.dst[pieces.row]
-    packing = pack(src, dst, pieces.nbytes, wire.bucket_bytes, wire.direct_bytes)
-    rounds = colour_rounds(packing.src, packing.dst, wire.max_peers)
-    order = np.lexsort((packing.dst, packing.src, rounds))
-    number = np.empty(len(order), np.int64)
-    number[order] = np.arange(len(order))
-    return EnginePlan(
-        name,
-        world,
-        pieces,
-        sources,
-        packing,
-        number,
-        packing.src[order],
-        packing.dst[order],
-        rounds[order],
-        packing.nbytes[order],
-        packing.alone[order],
-        np.bincount(dst, pieces.nbytes, world).astype(np.int64),
-    )
 
 
 def survey_of(trainers: Sequence[Layout], engines: Sequence[EngineLayouts]) -> Survey:
@@ -384,8 +405,8 @@ def survey_of(trainers: Sequence[Layout], engines: Sequence[EngineLayouts]) -> S
         for layout in engine.layouts:
             _require_usable(layout, manifest, engine.name)
         every = np.arange(len(manifest), dtype=np.int64)
-        taken.append(tuple(Holding.of(layout, every, layout.host) for layout in engine.layouts))
-    return Survey(manifest, tuple(held), tuple(taken))
+        taken.append([Holding.of(layout, every, layout.host) for layout in engine.layouts])
+    return Survey.of(manifest, held, taken)
 
 
 def _require_usable(layout: Layout, manifest: Sequence[TensorSpec], engine: str) -> None:

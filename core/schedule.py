@@ -15,34 +15,45 @@ from weightlink.hooks.geometry import Int64
 def colour_rounds(src: Int64, dst: Int64, max_peers: int) -> Int64:
     """A round per bucket: each rank sends at most ``max_peers`` and receives at most ``max_peers`` buckets a round.
 
-    Buckets of one pair keep their order. The number of rounds is the least possible: the busiest rank's buckets divided
-    by ``max_peers``, rounded up.
+    :param src, dst: ranks; the buckets of one pair follow one another, and keep their order
+
+    The number of rounds is the least possible: the busiest rank's buckets divided by ``max_peers``, rounded up.
     """
     if not len(src):
         return np.zeros(0, np.int64)
     receivers = int(dst.max()) + 1
-    pairs, pair, count = np.unique(src * receivers + dst, return_inverse=True, return_counts=True)
-    left, right = pairs // receivers, pairs % receivers
+    pair = src * receivers + dst
+    first = np.flatnonzero(np.diff(pair, prepend=-1))
+    left, right = src[first], dst[first]
     # Along diagonals: pairs that share no rank follow one another, and find the same colours free.
     order = np.lexsort((left, (right - left) % receivers))
-    colours = colour_edges(left[order].tolist(), right[order].tolist(), count[order].tolist())
-    rounds = np.empty(len(src), np.int64)
+    count = np.diff(first, append=len(pair))
+    masks = colour_edges(left[order].tolist(), right[order].tolist(), count[order].tolist())
+    by_pair = [masks[n] for n in np.argsort(order).tolist()]
     # The buckets of a pair are alike to the colouring: the earlier bucket gets the earlier colour.
-    rounds[np.argsort(pair.reshape(-1), kind="stable")] = np.concatenate(
-        [np.array(colours[n], np.int64) for n in np.argsort(order).tolist()]
-    )
-    return rounds // max_peers
+    return _bits(by_pair) // max_peers
 
 
-def colour_edges(left: list[int], right: list[int], count: list[int]) -> list[list[int]]:
-    """The colours of every pair's ``count`` edges, ascending, with as many colours in all as the largest degree.
+def _bits(masks: list[int]) -> Int64:
+    """The numbers of the bits that are set in each of the masks, ascending, one mask after the other."""
+    width = -(-max(mask.bit_length() for mask in masks) // 8)
+    octets = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), np.uint8)
+    used = np.flatnonzero(octets)
+    which, bit = np.nonzero(np.unpackbits(octets[used, None], axis=1, bitorder="little"))
+    bits: Int64 = used[which] % width * 8 + bit
+    return bits
+
+
+def colour_edges(left: list[int], right: list[int], count: list[int]) -> list[int]:
+    """The colours of every pair's ``count`` edges as bits, with as many colours in all as the largest degree.
 
     Each edge takes the least colour that is free at both ends. Where there is none, the path that alternates between a
     colour free at the one end and a colour free at the other is recoloured, which frees one at both.
     """
     degree = int(max(np.bincount(side, count).max() for side in (left, right)))
     everything = (1 << degree) - 1
-    graph = _Graph(max(left) + 1, max(right) + 1, degree)
+    graph = _Graph(left, right)
+    lefts, rights, colours = *graph.used, graph.colours
     # A few edges of each pair at a time, so that no pair takes the colours that the others would have in common.
     some, rest = -(-max(count) // _TURNS), list(count)
     waiting = list(range(len(left)))
@@ -50,61 +61,51 @@ def colour_edges(left: list[int], right: list[int], count: list[int]) -> list[li
         for pair in waiting:
             a, b, now = left[pair], right[pair], min(some, rest[pair])
             rest[pair] -= now
-            free = everything & ~(graph.used[0][a] | graph.used[1][b])
+            free = later = everything & ~(lefts[a] | rights[b])
+            while now and later:
+                later &= later - 1
+                now -= 1
+            taken = free ^ later
+            colours[pair] |= taken
+            lefts[a] |= taken
+            rights[b] |= taken
             for _ in range(now):
-                if free:
-                    colour = (free & -free).bit_length() - 1
-                    free &= free - 1
-                else:
-                    colour = _lowest(everything & ~graph.used[0][a])
-                    graph.exchange(b, colour, _lowest(everything & ~graph.used[1][b]))
-                graph.add(pair, a, b, colour)
+                colour = everything & ~lefts[a]
+                colour &= -colour
+                other = everything & ~rights[b]
+                graph.exchange(b, colour, other & -other)
+                colours[pair] |= colour
+                lefts[a] |= colour
+                rights[b] |= colour
         waiting = [pair for pair in waiting if rest[pair]]
-    found: list[list[int]] = [[] for _ in left]
-    for pairs in graph.pair[0]:
-        for colour, pair in enumerate(pairs):
-            if pair >= 0:
-                found[pair].append(colour)
-    return found
+    return colours
 
 
 _TURNS = 16
 
 
-def _lowest(bits: int) -> int:
-    return (bits & -bits).bit_length() - 1
-
-
 class _Graph:
-    """Coloured edges. ``used`` are the colours at a node of either side, as bits; ``pair`` and ``other`` the pair and
-    the other end of the edge that has a colour there."""
+    """Coloured edges. ``used`` are the colours at a node of either side, and ``colours`` those of a pair, as bits."""
 
-    def __init__(self, lefts: int, rights: int, colours: int) -> None:
-        self.used = ([0] * lefts, [0] * rights)
-        self.pair = tuple([[-1] * colours for _ in range(nodes)] for nodes in (lefts, rights))
-        self.other = tuple([[-1] * colours for _ in range(nodes)] for nodes in (lefts, rights))
-
-    def add(self, pair: int, left: int, right: int, colour: int) -> None:
-        """An edge of ``pair``."""
-        self.used[0][left] |= 1 << colour
-        self.used[1][right] |= 1 << colour
-        self.pair[0][left][colour] = self.pair[1][right][colour] = pair
-        self.other[0][left][colour] = right
-        self.other[1][right][colour] = left
+    def __init__(self, left: list[int], right: list[int]) -> None:
+        self.ends = (left, right)
+        self.used = ([0] * (max(left) + 1), [0] * (max(right) + 1))
+        self.colours = [0] * len(left)
+        self.pairs: tuple[list[list[int]], list[list[int]]] = ([[] for _ in self.used[0]], [[] for _ in self.used[1]])
+        for pair, ends in enumerate(zip(left, right, strict=True)):
+            for side, node in enumerate(ends):
+                self.pairs[side][node].append(pair)
 
     def exchange(self, node: int, taken: int, free: int) -> None:
         """Exchange two colours along the path that starts at the right-hand ``node`` with ``taken``, so that it is free
         there. The path never comes to a left-hand node where ``taken`` is free: it enters the left by ``taken`` only.
         """
-        path: list[tuple[int, int, int, int]] = []
-        side, colour, near = 1, taken, node
-        while (pair := self.pair[side][near][colour]) >= 0:
-            far = self.other[side][near][colour]
-            path.append((pair, far, near, colour) if side else (pair, near, far, colour))
-            side, colour, near = 1 - side, taken ^ free ^ colour, far
-        for _, left, right, colour in path:
-            self.used[0][left] ^= 1 << colour
-            self.used[1][right] ^= 1 << colour
-            self.pair[0][left][colour] = self.pair[1][right][colour] = -1
-        for pair, left, right, colour in path:
-            self.add(pair, left, right, taken ^ free ^ colour)
+        both, path, side, colour = taken | free, [], 1, taken
+        while self.used[side][node] & colour:
+            path.append(next(pair for pair in self.pairs[side][node] if self.colours[pair] & colour))
+            side, colour = 1 - side, both ^ colour
+            node = self.ends[side][path[-1]]
+        for pair in path:  # a node between two of its edges has both colours, before and after
+            self.colours[pair] ^= both
+            for side in (0, 1):
+                self.used[side][self.ends[side][pair]] ^= both

@@ -16,7 +16,7 @@ from weightlink.hooks.errors import ErrorInfo, PlanMismatch
 from weightlink.hooks.geometry import TensorSpec
 from weightlink.hooks.settings import PauseMode, Selector, WireSettings
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of this message set; both ends must agree."""
 
 STATUS_BYTES = 4096

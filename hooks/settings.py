@@ -20,10 +20,11 @@ class WireSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What both ends of a link must agree on; owned by the trainer, part of the attach message.
 
     :param transport: name of the transport plugin
-    :param bucket_bytes: payload bytes of one bucket; bounds staging memory
+    :param bucket_bytes: payload bytes of one bucket; bounds staging memory: a rank holds ``2 * max_peers`` of them per
+        engine that it sends to, and as many where it receives
     :param direct_bytes: copies of at least this many bytes have a bucket to themselves, and are not packed where an end
         has them in one run of memory
-    :param max_peers: buckets that one rank sends to, or receives from, one engine or trainer in a round
+    :param max_peers: buckets that one rank sends, or receives, in a round, over all engines
     :param relay: engines of equal layout pass on to one another what they receive, where the trainer's ranks would
         otherwise send more than any engine rank receives. When an engine fails, those behind it fail with it; so with
         ``min_engines`` none does

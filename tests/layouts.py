@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 
@@ -30,11 +31,14 @@ def random_side(
 ) -> list[Layout]:
     """Every tensor cut along one dimension, in blocks or with a step, each piece on one rank or on several.
 
-    With ``padding`` the local tensors are larger than their pieces and the rest is a fill."""
+    With ``padding`` the local tensors are larger than their pieces and the rest is a fill. Tensors of one stem (the
+    name up to its first dot) are cut alike, unless this side is one that tells them apart."""
     builders = [RegionBuilder() for _ in range(ranks)]
     params: list[list[ParamSpec]] = [[] for _ in range(ranks)]
     fills: list[list[tuple[int, int, list[int], list[int], float]]] = [[] for _ in range(ranks)]
+    side, apart = rng.random(), rng.random() < 0.3
     for number, spec in enumerate(tensors):
+        rng = random.Random(f"{side} {spec.name if apart else spec.name.partition('.')[0]}")
         dim = rng.randrange(len(spec.shape))
         if rng.random() < 0.3 and spec.shape[dim] > 1:
             count = rng.randint(2, min(3, spec.shape[dim]))
@@ -75,10 +79,14 @@ def random_side(
 
 
 def random_tensors(rng: random.Random, count: int, dims: int = 3, dtype: str = "float32") -> list[TensorSpec]:
-    """Small tensors of different, non-square shapes."""
-    return [
-        TensorSpec(f"t{n}", tuple(rng.randint(1, 9) for _ in range(rng.randint(1, dims))), dtype) for n in range(count)
-    ]
+    """Small tensors of different, non-square shapes; of the smallest several of one stem."""
+    found = []
+    for n in range(count):
+        shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(1, dims)))
+        again = rng.choice([0, 0, 2, 5]) if math.prod(shape) < 100 else 0
+        found += [TensorSpec(f"t{n}", shape, dtype), *(TensorSpec(f"t{n}.{k}", shape, dtype) for k in range(again))]
+    rng.shuffle(found)
+    return found
 
 
 def canonical(tensors: Sequence[TensorSpec]) -> dict[str, np.ndarray]:

@@ -198,7 +198,8 @@ def _lose_a_copy(chunks: list[Any]) -> None:
     def pack(self: Any) -> bytes:
         first = self.engines[0][0]
         short = replace(first, tensor=first.tensor[:-1], dtype=first.dtype[:-1], box=first.box[:-1])
-        return plain(replace(self, engines=((short, *self.engines[0][1:]), *self.engines[1:])))
+        engines = ([short, *self.engines[0][1:]], *self.engines[1:])
+        return plain(Survey.of(self.manifest, self.trainers, engines))
 
     Survey.pack = pack  # type: ignore[method-assign]
 

@@ -11,6 +11,15 @@ from hypothesis import strategies as st
 from weightlink.balance import SLACK, choose_senders
 
 
+def senders(holders, sets, nbytes, count, receiver, ranks, **hosts):
+    """``(run, sender)`` of every copy; the parts must be all copies of all runs, in order."""
+    parts = choose_senders(holders, sets, nbytes, count, receiver, ranks, **hosts)
+    assert (parts.count > 0).all()
+    copies = [(r, f + k) for r, f, c in zip(parts.run, parts.first, parts.count, strict=True) for k in range(c)]
+    assert copies == [(run, k) for run, c in enumerate(count) for k in range(c)]
+    return np.repeat(parts.run, parts.count), np.repeat(parts.sender, parts.count)
+
+
 def least(total: dict[tuple[int, ...], int], ranks: int) -> float:
     """The smallest possible load of the busiest rank, if bytes could be divided at will: some group of ranks has to
     send whatever nobody else holds."""
@@ -25,14 +34,15 @@ def test_no_sender_has_much_more_than_it_must(seed: int) -> None:
     ranks = rng.randint(1, 6)
     every = [tuple(sorted(rng.sample(range(ranks), rng.randint(1, ranks)))) for _ in range(rng.randint(1, 4))]
     sets = sorted(set(every))
-    count = rng.randint(1, 400)
-    holders = np.array([rng.randrange(len(sets)) for _ in range(count)])
-    nbytes = np.array([rng.choice([8, 300, 4000, 70_000]) for _ in range(count)])
-    receiver = np.array([rng.randrange(5) for _ in range(count)])
-    sender = choose_senders(holders, sets, nbytes, receiver, ranks)
-    load = np.bincount(sender, nbytes, ranks)
-    assert all(int(s) in sets[h] for s, h in zip(sender, holders, strict=True))
-    total = {held: int(nbytes[holders == n].sum()) for n, held in enumerate(sets)}
+    runs = rng.randint(1, 100)
+    holders = np.array([rng.randrange(len(sets)) for _ in range(runs)])
+    nbytes = np.array([rng.choice([8, 300, 4000, 70_000]) for _ in range(runs)])
+    count = np.array([rng.choice([1, 1, 3, 40]) for _ in range(runs)])
+    receiver = np.array([rng.randrange(5) for _ in range(runs)])
+    run, sender = senders(holders, sets, nbytes, count, receiver, ranks)
+    load = np.bincount(sender, nbytes[run], ranks)
+    assert all(int(s) in sets[h] for s, h in zip(sender, holders[run], strict=True))
+    total = {held: int((nbytes * count)[holders == n].sum()) for n, held in enumerate(sets)}
     # Copies are not divided: one more than the ideal may be needed.
     assert load.max() <= (1 + SLACK) * least(total, ranks) + nbytes.max()
 
@@ -42,20 +52,20 @@ def test_replicas_of_many_tensors_share_within_five_percent() -> None:
     for ranks in (2, 3, 5, 8, 16):
         sets = [tuple(range(ranks)), *((r, (r + 1) % ranks) for r in range(ranks) if ranks > 2)]
         sets = [tuple(sorted(s)) for s in sets]
-        count = 300 * ranks
-        holders = np.array([rng.randrange(len(sets)) for _ in range(count)])
-        nbytes = np.array([rng.choice([2048, 4096, 1 << 20]) for _ in range(count)])
-        sender = choose_senders(holders, sets, nbytes, np.arange(count) % 7, ranks)
-        load = np.bincount(sender, nbytes, ranks)
-        assert load.max() <= (1 + SLACK) * nbytes.sum() / ranks
+        runs = 100 * ranks
+        holders = np.array([rng.randrange(len(sets)) for _ in range(runs)])
+        nbytes = np.array([rng.choice([2048, 4096, 1 << 20]) for _ in range(runs)])
+        run, sender = senders(holders, sets, nbytes, np.full(runs, 3), np.arange(runs) % 7, ranks)
+        load = np.bincount(sender, nbytes[run], ranks)
+        assert load.max() <= (1 + SLACK) * nbytes[run].sum() / ranks
 
 
 def test_a_sender_serves_few_receivers() -> None:
     """Eight replicas, eight receivers: one each, not all to all."""
-    count = 8 * 50
-    receiver = np.repeat(np.arange(8), 50)
-    sender = choose_senders(np.zeros(count, np.int64), [tuple(range(8))], np.full(count, 1000), receiver, 8)
-    assert len(set(zip(sender.tolist(), receiver.tolist(), strict=True))) == 8
+    receiver = np.repeat(np.arange(8), 10)
+    every = np.zeros(80, np.int64), [tuple(range(8))], np.full(80, 1000), np.full(80, 5)
+    run, sender = senders(*every, receiver, 8)
+    assert len(set(zip(sender.tolist(), receiver[run].tolist(), strict=True))) == 8
 
 
 @given(st.integers(0, 10**9))
@@ -64,17 +74,20 @@ def test_receivers_are_served_from_their_own_host_within_the_slack(seed: int) ->
     rng = random.Random(seed)
     hosts = ["a", "b", "c", "a", "b", "c"]
     receivers = [rng.choice("abcd") for _ in range(9)]
-    count = 900
-    receiver = np.array([rng.randrange(9) for _ in range(count)])
-    nbytes = np.array([rng.randint(500, 1500) for _ in range(count)])
-    args = np.zeros(count, np.int64), [tuple(range(6))], nbytes, receiver, 6
-    sender = choose_senders(*args, hosts=hosts, receiver_hosts=receivers)
-    load = np.bincount(sender, nbytes, 6)
-    assert load.max() <= (1 + SLACK) * nbytes.sum() / 6 + nbytes.max()
+    runs = 300
+    receiver = np.array([rng.randrange(9) for _ in range(runs)])
+    nbytes = np.array([rng.randint(500, 1500) for _ in range(runs)])
+    args = np.zeros(runs, np.int64), [tuple(range(6))], nbytes, np.full(runs, 3), receiver, 6
+    run, sender = senders(*args, hosts=hosts, receiver_hosts=receivers)
+    load = np.bincount(sender, nbytes[run], 6)
+    assert load.max() <= (1 + SLACK) * nbytes[run].sum() / 6 + nbytes.max()
 
-    def near(chosen: np.ndarray) -> int:
-        return sum(int(n) for s, r, n in zip(chosen, receiver, nbytes, strict=True) if hosts[s] == receivers[r])
+    def near(run: np.ndarray, sender: np.ndarray) -> int:
+        pairs = zip(sender, receiver[run], nbytes[run], strict=True)
+        return sum(int(n) for s, r, n in pairs if hosts[s] == receivers[r])
 
-    assert near(sender) >= near(choose_senders(*args))
-    wanted = sum(min(int(nbytes[[receivers[r] == host for r in receiver]].sum()), nbytes.sum() // 3) for host in "abc")
-    assert near(sender) >= 0.95 * wanted - 6 * nbytes.max()
+    assert near(run, sender) >= near(*senders(*args))
+    total = nbytes[run]
+    at = np.array([receivers[r] for r in receiver[run]])
+    wanted = sum(min(int(total[at == host].sum()), int(total.sum()) // 3) for host in "abc")
+    assert near(run, sender) >= 0.95 * wanted - 6 * nbytes.max()

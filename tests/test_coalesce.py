@@ -180,7 +180,7 @@ def test_a_mixture_of_experts_makes_few_copies() -> None:
 
 
 def test_parameters_in_one_flat_buffer_are_put_together() -> None:
-    assert Counted(MOE, (1, 2), flat=True).bound == [15, 5, 5]
+    assert Counted(MOE, (1, 2), flat=True).bound == [18, 8, 8]
 
 
 def test_copies_are_put_together_within_a_message_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 
@@ -27,6 +26,7 @@ from weightlink.hooks.errors import (
     rebuild,
 )
 from weightlink.hooks.geometry import TensorSpec
+from weightlink.survey import Survey
 
 
 def test_replicas_of_one_engine_are_updated_in_one_transaction(rigs):
@@ -376,10 +376,10 @@ def test_programs_for_another_world_are_refused(rigs):
     rig.connect()
     engine = rig.engines["http://e0"]
     attachment = rig.attachments[0]
-    plan = attachment.plan
+    plan, told = attachment.plan, attachment.plan.survey
     request = m.Attach(
         LONG, "link", 9, "127.0.0.1", rig.listener.port, "key", 2, 5, plan.wire, plan.digest,
-        dataclasses.replace(plan.survey, engines=(plan.survey.engines[0][:1],)).pack(),
+        Survey.of(told.manifest, told.trainers, [told.engines[0][:1]]).pack(),
     )  # fmt: skip
     with pytest.raises(PlanMismatch, match="world size"):
         engine.client.send(request, Deadline.after(LONG))

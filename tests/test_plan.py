@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,18 +16,24 @@ from weightlink.hooks.geometry import Layout, ParamSpec, RegionBuilder, TensorSp
 from weightlink.hooks.settings import WireSettings
 from weightlink.plan import EngineLayouts, build_plan, make_plan
 from weightlink.program import Program, verify_local, verify_receive
+from weightlink.relays import source_of
 from weightlink.survey import Survey
 
 WIRE = WireSettings(bucket_bytes=4096, direct_bytes=64)
 
 
+def served(plan, number):
+    """The engine whose programs the trainer has for this one, which may be at the end of a chain."""
+    return source_of([e.relay for e in plan.engines], number)
+
+
 def carry_out(plan, trainers, engine, number, values):
-    """Move data by the ranks' own programs alone; destinations poisoned first. Also the bytes that each rank took."""
+    """Move data by the ranks' own programs alone; destinations poisoned first."""
     sources = [[a.reshape(-1) for a in local_values(t, values)] for t in trainers]
     targets = [[np.full(int(np.prod(p.shape)), np.nan) for p in t.params] for t in engine.layouts]
     sent = {}
     for rank, tensors in enumerate(sources):
-        program = plan.send_program(number, rank)
+        program = plan.send_program(served(plan, number), rank)
         c = program.copies
         for n in range(len(c)):
             source, size = tensors[c.param[n]], c.size[n].tolist()
@@ -89,7 +96,7 @@ def test_programs_of_both_ends_agree_and_prove_themselves(seed):
     plan = build_plan(trainers, engines, WIRE)
     tensor_of = np.arange(len(plan.manifest))
     for number, engine in enumerate(engines):
-        senders = [Program.unpack(plan.send_program(number, r).pack()) for r in range(len(trainers))]
+        senders = [Program.unpack(plan.send_program(served(plan, number), r).pack()) for r in range(len(trainers))]
         receivers = [Program.unpack(plan.receive_program(number, r).pack()) for r in range(len(engine.layouts))]
         for rank, (program, layout) in enumerate(zip(senders, trainers, strict=True)):
             verify_local(program, layout, tensor_of, rank=layout.rank)
@@ -99,6 +106,23 @@ def test_programs_of_both_ends_agree_and_prove_themselves(seed):
         for program, layout in zip(receivers, engine.layouts, strict=True):
             verify_receive(program, layout, plan_digest=plan.digest, rank=layout.rank)
         assert (plan.engines[number].bucket_bytes <= WIRE.bucket_bytes).all()
+
+
+@given(st.integers(0, 10**9), st.sampled_from([1, 2, 5]))
+@settings(max_examples=50, deadline=None)
+def test_rounds_bound_the_peers_of_a_trainer_rank_over_all_its_engines(seed, peers):
+    _, trainers, engines = random_case(seed)
+    wire = WireSettings(bucket_bytes=4096, direct_bytes=64, max_peers=peers, relay=False)
+    plan = build_plan(trainers, engines, wire)
+    busy: Counter[object] = Counter()
+    load: Counter[object] = Counter()
+    for number, engine in enumerate(plan.engines):
+        ends = ([(s,) for s in engine.bucket_src.tolist()], [(number, d) for d in engine.bucket_dst.tolist()])
+        for ranks in ends:
+            busy.update(zip(ranks, engine.bucket_round.tolist(), strict=True))
+            load.update(ranks)
+    assert max(busy.values(), default=0) <= peers
+    assert max(engine.rounds for engine in plan.engines) == -(-max(load.values(), default=0) // peers)
 
 
 @given(st.integers(0, 10**9))
@@ -145,10 +169,10 @@ def test_a_survey_that_misquotes_a_rank_is_refused_by_it(seed):
     rank = rng.choice([n for n, h in enumerate(held) if len(h)] or [-1])
     if rank < 0:
         return
-    told = held[rank]
-    row = rng.randrange(len(told))
-    keep = np.arange(len(told))
-    wrong = dataclasses.replace(told, tensor=told.tensor.copy(), dtype=told.dtype.copy(), box=told.box.copy())
+    true = held[rank]
+    row = rng.randrange(len(true))
+    keep = np.arange(len(true))
+    wrong = dataclasses.replace(true, tensor=true.tensor.copy(), dtype=true.dtype.copy(), box=true.box.copy())
     kind = rng.choice(["box", "dtype", "lost", "doubled"])
     if kind == "box":
         wrong.box[row, rng.randrange(10)] += 1
@@ -156,10 +180,11 @@ def test_a_survey_that_misquotes_a_rank_is_refused_by_it(seed):
         wrong.dtype[row] = (wrong.dtype[row] + 1) % 3
     else:
         keep = np.delete(keep, row) if kind == "lost" else np.append(keep, row)
-        wrong = dataclasses.replace(told, tensor=told.tensor[keep], dtype=told.dtype[keep], box=told.box[keep])
+        wrong = dataclasses.replace(true, tensor=true.tensor[keep], dtype=true.dtype[keep], box=true.box[keep])
     held[rank] = wrong
-    changed = {"trainers": tuple(held)} if side == "trainers" else {"engines": (tuple(held), *plan.survey.engines[1:])}
-    survey = dataclasses.replace(plan.survey, **changed)
+    told = plan.survey
+    trained, taken = (held, told.engines) if side == "trainers" else (told.trainers, (held, *told.engines[1:]))
+    survey = Survey.of(told.manifest, trained, taken)
 
     def bind():
         other = make_plan(Survey.unpack(survey.pack()), WIRE, ignore=["*"])
@@ -195,7 +220,7 @@ def test_a_malformed_survey_is_refused(column, value):
     if column == "box":
         wrong.box[:, 0] = 1  # a dimension without elements, not an unused one
     with pytest.raises(PlanMismatch, match="not a survey"):
-        Survey.unpack(dataclasses.replace(told, trainers=(wrong,)).pack())
+        Survey.unpack(Survey.of(told.manifest, [wrong], told.engines).pack())
 
 
 def shard(name, shape, dtype="float32", rank="trainer 0", lo=None, whole=None, storage=0, start=0):

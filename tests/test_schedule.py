@@ -93,24 +93,26 @@ def test_the_model_finds_a_deadlock() -> None:
     assert carried_out(crossed) < 4
 
 
-copies = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 4096)), min_size=1, max_size=60
-)  # sender, receiver, bytes
+parts = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 4096), st.integers(1, 9)), min_size=1, max_size=40
+)  # sender, receiver, bytes, copies
 
 
-@given(copies, st.sampled_from([1, 700, 5000]))
+@given(parts, st.sampled_from([1, 700, 5000]))
 @settings(max_examples=200, deadline=None)
-def test_buckets_hold_what_fits(rows: list[tuple[int, int, int]], alone_from: int) -> None:
-    src, dst, nbytes = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-    packed = pack(src, dst, nbytes, 4096, alone_from)
-    assert sorted(packed.order.tolist()) == list(range(len(rows)))
+def test_buckets_hold_what_fits(rows: list[tuple[int, int, int, int]], alone_from: int) -> None:
+    src, dst, nbytes, count = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    packed = pack(src, dst, nbytes, count, 4096, alone_from)
+    every = [column.tolist() for column in packed.copies(np.arange(len(packed.src)))]
+    assert sorted(zip(*every[1:3], strict=True)) == [(n, k) for n, c in enumerate(count.tolist()) for k in range(c)]
     inside: dict[int, list[tuple[int, int]]] = {}
-    for copy, bucket, at in zip(packed.order.tolist(), packed.bucket.tolist(), packed.at.tolist(), strict=True):
-        assert (packed.src[bucket], packed.dst[bucket]) == (src[copy], dst[copy])
+    for bucket, part, _, at in zip(*every, strict=True):
+        assert (packed.src[bucket], packed.dst[bucket]) == (src[part], dst[part])
         assert at % ALIGN == 0
-        inside.setdefault(bucket, []).append((at, int(nbytes[copy])))
+        inside.setdefault(bucket, []).append((at, int(nbytes[part])))
     assert sorted(inside) == list(range(len(packed.src)))
     for bucket, held in inside.items():
+        assert held[0][0] == 0
         assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(held))
         assert packed.nbytes[bucket] == held[-1][0] + held[-1][1] <= 4096
         assert packed.alone[bucket] == (held[0][1] >= alone_from)
@@ -120,3 +122,7 @@ def test_buckets_hold_what_fits(rows: list[tuple[int, int, int]], alone_from: in
     for a, b in itertools.pairwise(mixed):
         if (packed.src[a], packed.dst[a]) == (packed.src[b], packed.dst[b]):
             assert -(-int(packed.nbytes[a]) // ALIGN) * ALIGN + inside[b][0][1] > 4096
+    some = np.array([b for b in range(len(packed.src)) if b % 2])
+    picked = [column.tolist() for column in packed.copies(some.astype(np.int64))]
+    wanted = [row for row in zip(*every, strict=True) if row[0] % 2]
+    assert [(int(some[b]), *rest) for b, *rest in zip(*picked, strict=True)] == wanted

@@ -42,7 +42,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     :param ideal: the least possible bytes of the most loaded trainer rank for the engines that the trainer serves,
         found by shifting between replicas
     :param relayed: engines that take their bytes from another one
-    :param rounds: of each engine
+    :param rounds: of each engine, up to its last one
     :param messages: buckets of all engines
     :param staging: memory beside the weights that a sender, and a receiver, needs at most
     :param weights: memory of the weights themselves, per trainer and engine rank
@@ -67,7 +67,7 @@ def figures(plan: Plan, trainers: Sequence[Layout], engines: Sequence[EngineLayo
     """All of them."""
     needed = [needed_bytes(layout) for engine in engines for layout in engine.layouts]
     received = np.array(needed, np.int64)
-    bucket = plan.wire.bucket_bytes
+    turn = plan.wire.bucket_bytes * plan.wire.max_peers
     opaque = max((layout.staged_bytes for engine in engines for layout in engine.layouts), default=0)
     served = [engine for engine, made in zip(engines, plan.engines, strict=True) if made.relay == NOBODY]
     ideal = ideal_load(trainers, served)
@@ -85,7 +85,7 @@ def figures(plan: Plan, trainers: Sequence[Layout], engines: Sequence[EngineLayo
         ideal=ideal,
         rounds=tuple(engine.rounds for engine in plan.engines),
         messages=sum(len(engine.bucket_bytes) for engine in plan.engines),
-        staging=(IN_FLIGHT * bucket, IN_FLIGHT * bucket + opaque),
+        staging=(IN_FLIGHT * turn * len(served), IN_FLIGHT * turn + opaque),
         weights=(
             Spread.of(np.array([_weights(layout) for layout in trainers], np.int64)),
             Spread.of(np.array([_weights(layout) for engine in engines for layout in engine.layouts], np.int64)),
