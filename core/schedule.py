@@ -8,30 +8,39 @@ rounds, and two ranks agree on the order of theirs: nobody ever waits for somebo
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from weightlink.hooks.geometry import Int64
 
 
-def colour_rounds(src: Int64, dst: Int64, max_peers: int) -> Int64:
+def colour_rounds(src: Int64, dst: Int64, nbytes: Int64, max_peers: int) -> Int64:
     """A round per bucket: each rank sends at most ``max_peers`` and receives at most ``max_peers`` buckets a round.
 
-    :param src, dst: ranks; the buckets of one pair follow one another, and keep their order
-
-    The number of rounds is the least possible: the busiest rank's buckets divided by ``max_peers``, rounded up.
+    The number of rounds is the least possible: the busiest rank's buckets divided by ``max_peers``, rounded up. Large
+    buckets come first, so that those of one round are about equally large, as far as that allows.
     """
     if not len(src):
         return np.zeros(0, np.int64)
-    receivers = int(dst.max()) + 1
-    pair = src * receivers + dst
+    small = np.zeros(len(src), np.int64)
+    for part in _SIZES:
+        small += nbytes * part < nbytes.max()
+    order = np.lexsort((dst, src, small))
+    pair = (small[order] * (int(src.max()) + 1) + src[order]) * (int(dst.max()) + 1) + dst[order]
     first = np.flatnonzero(np.diff(pair, prepend=-1))
-    left, right = src[first], dst[first]
+    left, right, step = src[order][first], dst[order][first], small[order][first]
     # Along diagonals: pairs that share no rank follow one another, and find the same colours free.
-    order = np.lexsort((left, (right - left) % receivers))
+    turn = np.lexsort((left, (right - left) % (int(dst.max()) + 1), step))
     count = np.diff(first, append=len(pair))
-    masks = colour_edges(left[order].tolist(), right[order].tolist(), count[order].tolist())
-    by_pair = [masks[n] for n in np.argsort(order).tolist()]
-    # The buckets of a pair are alike to the colouring: the earlier bucket gets the earlier colour.
-    return _bits(by_pair) // max_peers
+    masks = colour_edges(*(column[turn].tolist() for column in (left, right, count, step)))
+    by_pair = [masks[n] for n in np.argsort(turn).tolist()]
+    rounds = np.empty(len(src), np.int64)
+    rounds[order] = _bits(by_pair) // max_peers
+    return rounds
+
+
+#: A bucket is smaller by one step for each of these parts of the largest that it does not reach.
+_SIZES = (2, 8)
 
 
 def _bits(masks: list[int]) -> Int64:
@@ -44,8 +53,10 @@ def _bits(masks: list[int]) -> Int64:
     return bits
 
 
-def colour_edges(left: list[int], right: list[int], count: list[int]) -> list[int]:
+def colour_edges(left: list[int], right: list[int], count: list[int], step: list[int]) -> list[int]:
     """The colours of every pair's ``count`` edges as bits, with as many colours in all as the largest degree.
+
+    :param step: pairs come in the order of their steps, whose later ones take what the earlier ones leave
 
     Each edge takes the least colour that is free at both ends. Where there is none, the path that alternates between a
     colour free at the one end and a colour free at the other is recoloured, which frees one at both.
@@ -56,8 +67,10 @@ def colour_edges(left: list[int], right: list[int], count: list[int]) -> list[in
     lefts, rights, colours = *graph.used, graph.colours
     # A few edges of each pair at a time, so that no pair takes the colours that the others would have in common.
     some, rest = -(-max(count) // _TURNS), list(count)
-    waiting = list(range(len(left)))
-    while waiting:
+    waiting: list[int] = []
+    steps = [list(pairs) for _, pairs in itertools.groupby(range(len(left)), step.__getitem__)]
+    while waiting or steps:
+        waiting = waiting or steps.pop(0)
         for pair in waiting:
             a, b, now = left[pair], right[pair], min(some, rest[pair])
             rest[pair] -= now

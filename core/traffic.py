@@ -45,10 +45,10 @@ class Schedule:
         packings = [load.packing for load in self._loads]
         starts = np.cumsum([0, *self._worlds]).tolist()
         none = np.zeros(0, np.int64)
-        src = np.concatenate([none, *(p.src for p in packings)])
+        src, nbytes = (np.concatenate([none, *(getattr(p, name) for p in packings)]) for name in ("src", "nbytes"))
         dst = np.concatenate([none, *(p.dst + start for p, start in zip(packings, starts, strict=False))])
         ends = np.cumsum([len(p.src) for p in packings])[:-1]
-        return np.split(colour_rounds(src, dst, self._max_peers), ends)
+        return np.split(colour_rounds(src, dst, nbytes, self._max_peers), ends)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,19 +17,15 @@ from weightlink.schedule import colour_rounds
 WORLDS = [1, 2, 3, 5, 6, 7, 12]
 
 
-def coloured(pairs: list[tuple[int, int]], peers: int) -> list[int]:
-    """The round of each bucket; ``pairs`` are sorted, as the planner gives them."""
+def check(pairs: list[tuple[int, int]], peers: int, nbytes: list[int] | None = None) -> None:
     src, dst = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
-    return colour_rounds(src, dst, peers).tolist()
-
-
-def check(pairs: list[tuple[int, int]], peers: int) -> None:
-    rounds = coloured(pairs, peers)
+    sizes = np.array(nbytes or [1000] * len(pairs), np.int64)
+    rounds = colour_rounds(src, dst, sizes, peers).tolist()
     busy = [Counter((pair[side], r) for pair, r in zip(pairs, rounds, strict=True)) for side in (0, 1)]
     assert max(max(count.values()) for count in busy) <= peers
-    for pair in set(pairs):
-        own = [r for r, p in zip(rounds, pairs, strict=True) if p == pair]
-        assert own == sorted(own), "buckets of a pair change places"
+    for pair, size in set(zip(pairs, sizes, strict=True)):
+        own = [r for r, p, n in zip(rounds, pairs, sizes, strict=True) if (p, n) == (pair, size)]
+        assert own == sorted(own), "equal buckets of a pair change places"
     busiest = max(max(Counter(pair[side] for pair in pairs).values()) for side in (0, 1))
     assert max(rounds) + 1 == -(-busiest // peers), "more rounds than the busiest rank needs"
     assert finishes(pairs, rounds)
@@ -72,7 +68,19 @@ def test_rounds_of_uneven_worlds(senders: int, receivers: int) -> None:
     rng = random.Random(senders * 100 + receivers)
     for peers in (1, 2, 4, 1024):
         count = rng.randint(1, 60)
-        check(sorted((rng.randrange(senders), rng.randrange(receivers)) for _ in range(count)), peers)
+        pairs = sorted((rng.randrange(senders), rng.randrange(receivers)) for _ in range(count))
+        check(pairs, peers)
+        check(pairs, peers, [rng.choice([1, 100, 480, 1000]) for _ in pairs])
+
+
+def test_large_buckets_do_not_wait_for_small_ones() -> None:
+    """Each of eight ranks has a large and a small bucket for each of eight others: eight rounds have all large ones."""
+    pairs = [(a, b) for a in range(8) for b in range(8) for _ in range(2)]
+    src, dst = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
+    nbytes = np.tile([3, 1000], 64)
+    rounds = colour_rounds(src, dst, nbytes, 1)
+    assert rounds.max() == 15
+    assert rounds[nbytes == 1000].max() == 7
 
 
 def test_every_small_world() -> None:
