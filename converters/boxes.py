@@ -133,14 +133,13 @@ def _intersect(
 
 
 def union_volume(boxes: Boxes, groups: int) -> Int64:
-    """Elements per group, of ``groups``, that lie in at least one box."""
+    """Elements per group, of ``groups``, that lie in at least one box. Made for boxes of which few overlap."""
     volume = np.zeros(groups, np.int64)
-    first, _ = boxes.unique()
-    whole = boxes.take(first)
-    np.add.at(volume, whole.group, whole.numel)
-    pairs = overlaps(whole, whole)
-    for group in np.unique(whole.group[pairs.a[pairs.a < pairs.b]]).tolist():
-        volume[group] = _union(whole.take(np.flatnonzero(whole.group == group)))
+    np.add.at(volume, boxes.group, boxes.numel)
+    pairs = overlaps(boxes, boxes)
+    for group in np.unique(boxes.group[pairs.a[pairs.a < pairs.b]]).tolist():
+        mine = boxes.take(np.flatnonzero(boxes.group == group))
+        volume[group] = _union(mine.take(mine.unique()[0]))
     return volume
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import xml.etree.ElementTree as ElementTree
@@ -22,7 +23,7 @@ from warm import shared
 from weightlink.cli import build
 from weightlink.converters.replay import observe
 from weightlink.converters.snapshot import Snapshot
-from weightlink.hooks.errors import ConfigError
+from weightlink.hooks.errors import ConfigError, CoverageError
 from weightlink.hooks.geometry import Layout, ParamSpec, RegionBuilder, TensorSpec
 from weightlink.hooks.manager import PluginManager
 from weightlink.hooks.settings import WireSettings
@@ -297,6 +298,36 @@ def test_layouts_without_machines_are_those_of_real_ranks(
     assert report["plan"]["total"] == report["plan"]["needed"] > 0
     assert report["predicted"]["seconds"] >= report["predicted"]["lower_bound"] > 0
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(build(PluginManager(entry_points=False)), arguments)
+    return done.exit_code, done.output
+
+
+def test_plan_proves_what_it_prints(tmp_path: Path) -> None:
+    """Three equal engines; then one of which a rank leaves a region out, for which there is no plan."""
+    rng = random.Random(8)
+    tensors = tuple(random_tensors(rng, 9))
+    trainers = tuple(random_side(rng, "trainer", tensors, 3, padding=False, replicas=True))
+    ranks = tuple(random_side(rng, "rank", tensors, 2, padding=True, replicas=False))
+    kept, out = tmp_path / "kept", tmp_path / "out.json"
+    Stored("toy", "3 ranks", ("made by hand",), tensors, trainers, (("2 ranks", 3, ranks),)).save(kept)
+    code, printed = command("plan", "--load", str(kept), "--json", str(out), "--max-peers", "2")
+    assert code == 0, printed
+    plan = json.loads(out.read_text())["plan"]
+    assert plan["total"] == plan["needed"] == 3 * 4 * sum(int(np.prod(t.shape)) for t in tensors)
+    assert plan["tensors"] == len(tensors)
+    assert "3 x 2 ranks" in printed
+    assert "made by hand" in printed
+
+    r = ranks[1].regions
+    spoilt = (ranks[0], dataclasses.replace(ranks[1], regions=r.take(np.arange(len(r) - 1))))
+    Stored("toy", "3 ranks", (), tensors, trainers, (("2 ranks", 1, spoilt),)).save(kept)
+    done = CliRunner().invoke(build(PluginManager(entry_points=False)), ["plan", "--load", str(kept)])
+    assert isinstance(done.exception, CoverageError)
+    assert tensors[int(r.tensor[-1])].name in str(done.exception)
+    assert "pass ignore" in str(done.exception)
 
 
 def test_a_file_that_holds_no_layouts_is_refused(tmp_path: Path) -> None:

@@ -71,8 +71,11 @@ class _Both:
         self.builder = TransferPlanBuilder(case.ranks * case.engines, case.trainers, case.engines)
 
     def plan(self) -> Plan:
-        """weightlink's plan of all ranks."""
-        return make_plan(self.survey, self.wire, names=[e.name for e in self.engines])
+        """weightlink's plan of all ranks, to the rounds of all buckets."""
+        plan = make_plan(self.survey, self.wire, names=[e.name for e in self.engines])
+        for engine in plan.engines:
+            _ = engine.bucket_round  # worked out when asked for
+        return plan
 
     def operations(self) -> list[Any]:
         """awex's."""
