@@ -86,13 +86,13 @@ def choose_senders(
     near = _near(hosts, receiver_hosts)
     chosen: dict[int, tuple[Parts, Int64]] = {}
     for turn in range(_ROUNDS if len(shared) > 1 else len(shared)):
-        before = int(load.max(initial=0))
+        before = load.copy()
         for n in range(len(shared)) if turn % 2 == 0 else reversed(range(len(shared))):
             if turn:
                 load[shared[n].own] -= chosen[n][1]
             chosen[n] = shared[n].share(load, near)
             load[shared[n].own] += chosen[n][1]
-        if turn > 1 and load.max(initial=0) >= before * (1 - SLACK / 25):
+        if turn > 1 and np.abs(load - before).max(initial=0) <= load.max(initial=0) * SLACK / 25:
             break
     return Parts.join([fixed, *(parts for parts, _ in chosen.values())])
 

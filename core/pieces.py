@@ -88,7 +88,6 @@ class Pieces:
     copy ``n`` of a run is tensor ``members[start + n]``, for ``n < count``.
     """
 
-    table: Table
     members: Int64
     # runs
     piece: Int64
@@ -162,7 +161,6 @@ def pieces_of(
     order = np.lexsort((table.rank[row[receiver]], row_kind[receiver]))
     piece, receiver = piece[order], receiver[order]
     return Pieces(
-        table,
         members,
         piece,
         table.rank[row[receiver]],

@@ -90,11 +90,6 @@ class EnginePlan:
         """Up to its last one; not all of them need have a bucket for this engine."""
         return int(self.bucket_round.max(initial=-1)) + 1
 
-    @property
-    def copies(self) -> int:
-        """Number of copies."""
-        return len(self.pieces)
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -271,6 +271,14 @@ class EngineRank:
         if observed is None:
             raise PlanMismatch("attach before observe", rank=str(self._place), remedy="connect again")
         survey = Survey.unpack(request.survey)
+        if survey.manifest != tuple(observed.layout.tensors) or len(survey.trainers) != request.trainers:
+            raise PlanMismatch(
+                "the plan is for other tensors or another trainer than the offer",
+                rank=str(self._place),
+                expected=f"{len(observed.layout.tensors)} tensors, as observed, and {request.trainers} trainer ranks",
+                found=f"{len(survey.manifest)} tensors and {len(survey.trainers)} ranks",
+                remedy="connect again",
+            )
         ranks = len(survey.engines[request.engine]) if request.engine < len(survey.engines) else 0
         if request.world != request.trainers + self._place.world or ranks != self._place.world:
             raise PlanMismatch(

@@ -10,6 +10,7 @@ kinds, and the kind of every tensor. A rank that is not what its kinds say notic
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from weightlink.hooks.errors import LayoutError, PlanMismatch
-from weightlink.hooks.geometry import DIMS, Int32, Int64, Layout, TensorSpec
+from weightlink.hooks.geometry import DIMS, Int32, Int64, Layout, TensorSpec, pad
 from weightlink.kinds import Table
 from weightlink.program import DTYPE_NUMBER, DTYPES, manifest_digest
 
@@ -34,7 +35,7 @@ class Holding:
     :param host: name of its machine; empty if it is not known
     :param tensor: position in the manifest, per box
     :param dtype: position in :data:`~weightlink.program.DTYPES` of the rank's own parameter
-    :param box: ``lo``, ``size`` and ``step``, :data:`DIMS` columns each
+    :param box: ``lo``, ``size`` and ``step`` (1 where there is one element), :data:`DIMS` columns each
     """
 
     rank: str
@@ -45,21 +46,6 @@ class Holding:
 
     def __len__(self) -> int:
         return len(self.tensor)
-
-    @property
-    def lo(self) -> Int64:
-        """First index per dimension."""
-        return self.box[:, :DIMS]
-
-    @property
-    def size(self) -> Int64:
-        """Elements per dimension."""
-        return self.box[:, DIMS : 2 * DIMS]
-
-    @property
-    def step(self) -> Int64:
-        """Distance of the indices per dimension; 1 where there is one element only."""
-        return self.box[:, 2 * DIMS :]
 
     @classmethod
     def of(cls, layout: Layout, numbers: Int64, host: str = "") -> Holding:
@@ -179,24 +165,50 @@ def _pack(table: Table) -> _PackedTable:
     return _PackedTable(dims, *map(_narrow, columns))
 
 
-def _unpack(packed: _PackedTable, shape: Int64) -> Table:
+def _unpack(packed: _PackedTable, manifest: Sequence[TensorSpec], shape: Int64) -> Table:
+    """Raises :class:`ValueError` or :class:`LayoutError` for a table that no :meth:`Table.of` makes, before anything is
+    counted or allocated by what it says."""
     dims = packed.dims
     if not 0 <= dims <= DIMS:
         raise ValueError(f"{dims} dimensions")
-    kind, count, rank, dtype, flat = map(_widen, (packed.kind, packed.rows, packed.rank, packed.dtype, packed.box))
+    columns = list(map(_widen, (packed.kind, packed.rows, packed.rank, packed.dtype, packed.box)))
+    if min(int(column.min(initial=0)) for column in columns) < 0:
+        raise ValueError("a number below zero")
+    kind, count, rank, dtype, flat = columns
     n = len(rank)
+    # No count above ``n``, so that their sum cannot wrap.
+    if not (len(kind) == len(shape) and len(dtype) == n and int(count.max(initial=0)) <= n == int(count.sum())):
+        raise ValueError("columns of different length")
     box = np.zeros((n, 3, DIMS), np.int64)
     box[:, 1:] = 1
     box[:, :, :dims] = flat.reshape(n, 3, dims)
-    if not (len(kind) == len(shape) and len(dtype) == n == int(count.sum())):
-        raise ValueError("columns of different length")
-    if n and (int(dtype.max()) >= len(DTYPES) or int(box[:, 1:].min()) < 1 or int(box.min()) < 0):
-        raise ValueError("an unknown dtype, or a box without elements")
+    if int(kind.max(initial=-1)) >= len(count):
+        raise ValueError("a kind without rows")
     table = Table(kind, np.append(0, np.cumsum(count)), rank, dtype, box.reshape(n, _BOX))
     in_order = len(table.first) == len(count) and np.array_equal(kind[table.first], np.arange(len(count)))
     if not (in_order and np.array_equal(shape[table.first][kind], shape)):
         raise ValueError("kinds that are not numbered in order, or of tensors of different shape")
+    inside = np.array([pad(manifest[k].shape, 1) for k in table.first.tolist()], np.int64).reshape(-1, DIMS)
+    inside = inside[table.row_kind]
+    lo, size, step = box[:, 0], box[:, 1], box[:, 2]
+    # Compared without a product that could wrap: the shape bounds every factor.
+    ok = (lo < inside) & (size >= 1) & (size <= inside) & (step >= 1) & ((step <= inside) | (size == 1))
+    ok &= size - 1 <= (inside - 1 - lo) // np.maximum(step, 1)
+    if int(dtype.max(initial=0)) >= len(DTYPES) or not ok.all():
+        raise ValueError("an unknown dtype, or a box that is not inside its tensor")
     return table
+
+
+#: Most elements of a tensor, so that a count of bytes fits into 64 bits.
+_MOST_ELEMENTS = 1 << 48
+
+
+def _require_manifest(manifest: Sequence[TensorSpec]) -> None:
+    if len({spec.name for spec in manifest}) != len(manifest):
+        raise ValueError("a tensor that comes twice")
+    for shape in {spec.shape for spec in manifest}:
+        if len(shape) > DIMS or min(shape, default=0) < 0 or math.prod(shape) > _MOST_ELEMENTS:
+            raise ValueError(f"a tensor of shape {shape}")
 
 
 @dataclass(frozen=True)
@@ -246,10 +258,11 @@ class Survey:
         """The inverse of :meth:`pack`; raises :class:`PlanMismatch` on anything malformed."""
         try:
             packed = _decoder.decode(data)
+            _require_manifest(packed.manifest)
             shape = _shapes(packed.manifest)
-            tables = [_unpack(table, shape) for table in packed.tables]
+            tables = [_unpack(table, packed.manifest, shape) for table in packed.tables]
             first, *rest = (_side(side, tables) for side in packed.sides)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise PlanMismatch(f"not a survey: {error}") from error
         survey = cls(packed.manifest, first, tuple(rest))
         survey.__dict__["_packed"] = _sealed(data)

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weightlink.balance import SLACK, choose_senders
@@ -91,3 +92,33 @@ def test_receivers_are_served_from_their_own_host_within_the_slack(seed: int) ->
     at = np.array([receivers[r] for r in receiver[run]])
     wanted = sum(min(int(total[at == host].sum()), int(total.sum()) // 3) for host in "abc")
     assert near(run, sender) >= 0.95 * wanted - 6 * nbytes.max()
+
+
+COPIES, BYTES = 400, 1000
+
+
+def most(sets: list[tuple[int, ...]], copies: list[int], ranks: int) -> int:
+    size = len(sets)
+    parts = choose_senders(
+        np.arange(size), sets, np.full(size, BYTES), np.array(copies), np.zeros(size, np.int64), ranks
+    )
+    return int(np.bincount(parts.sender, parts.count * BYTES, ranks).max())
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_load_travels_along_a_chain_of_sets(ranks: int) -> None:
+    """Every set overlaps the next; the last has twice the bytes. All ranks can send the same."""
+    sets = [(n, n + 1) for n in range(ranks - 1)]
+    copies = [COPIES] * (ranks - 2) + [2 * COPIES]
+    assert most(sets, copies, ranks) <= (1 + SLACK) * BYTES * COPIES
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=200, deadline=None)
+def test_any_sets(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks = rng.randint(3, 8)
+    sets = list({tuple(sorted(rng.sample(range(ranks), rng.randint(1, 3)))) for _ in range(rng.randint(2, 10))})
+    copies = [round(rng.choice([0.2, 1, 1, 2, 5]) * COPIES) for _ in sets]
+    ideal = least({s: c * BYTES for s, c in zip(sets, copies, strict=True)}, ranks)
+    assert most(sets, copies, ranks) <= (1 + SLACK) * ideal + BYTES * len(sets)

@@ -383,6 +383,11 @@ def test_programs_for_another_world_are_refused(rigs):
     )  # fmt: skip
     with pytest.raises(PlanMismatch, match="world size"):
         engine.client.send(request, Deadline.after(LONG))
+    renamed = (msgspec.structs.replace(told.manifest[0], name="another"), *told.manifest[1:])
+    others = Survey.of(renamed, told.trainers, told.engines), Survey.of(told.manifest, told.trainers[:-1], told.engines)
+    for other in others:
+        with pytest.raises(PlanMismatch, match="other tensors or another trainer"):
+            engine.client.send(msgspec.structs.replace(request, survey=other.pack()), Deadline.after(LONG))
 
 
 def test_foreign_control_is_refused_while_an_update_is_open(rigs):

@@ -84,7 +84,7 @@ def test_large_buckets_do_not_wait_for_small_ones() -> None:
 
 
 def test_every_small_world() -> None:
-    """All multigraphs of up to 3 by 3 ranks with up to two buckets a pair, every bound."""
+    """Multigraphs of up to 3 by 3 ranks, two buckets a pair: all of up to five buckets, and every fourth size."""
     for a, b in itertools.product((1, 2, 3), (1, 2, 3)):
         every = list(itertools.product(range(a), range(b)))
         for counts in itertools.product((0, 1, 2), repeat=len(every)):

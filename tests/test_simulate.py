@@ -50,13 +50,17 @@ def test_layouts_are_read_as_they_are_written() -> None:
     assert (speed("50GB/s"), speed("400 Gb/s")) == (50e9, 50e9)
 
 
-@pytest.mark.parametrize("text", ["tp", "tp0", "tp2,tp4", "xp3", "tp2,world=3", "dp-attention"])
+@pytest.mark.parametrize(
+    "text", ["tp", "tp0", "tp00", "tp²", "tp2,", "tp2,tp4", "xp3", "tp2,world=3", "world=00", "dp-attention"]
+)
 def test_a_trainer_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Trainer.parse(text)
 
 
-@pytest.mark.parametrize("text", ["x*tp2", "8:tp4", "9:pp2", "tp4,ep3", "tp4,dp-attention3"])
+@pytest.mark.parametrize(
+    "text", ["x*tp2", "²*tp2", "0*tp8", "0:tp2", "*tp2", "", "tp8+", "8:tp4", "9:pp2", "tp4,ep3", "tp4,dp-attention3"]
+)
 def test_an_engine_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         engines_of(text)

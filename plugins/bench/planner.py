@@ -1,8 +1,9 @@
 """``weightlink bench planner``: the plan beside awex 0.9.0's, on the same tensors with the same cuts.
 
 Time counts from what every rank knows of every other (weightlink's survey, awex's metadata) to what one rank does; in
-``1t-rank`` both are first taken out of the bytes that they travel in. weightlink's time includes the proof that every
-element has a source, which awex does not make.
+``1t-rank`` weightlink's survey is first taken out of the bytes that it travels in. The global plan begins with the
+boxes of all ranks, from which rank 0 makes the survey. weightlink's time includes the proof that every element has a
+source, and the rounds of all buckets; awex makes neither.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib.metadata
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,15 @@ class _Both:
         self.wire = WireSettings(relay=False)  # the other planner has no relays: equal work
         self.survey = survey_of(self.trainers, self.engines)
         self.packed = self.survey.pack()
+        sides = (self.survey.trainers, *self.survey.engines)
+        self.held = [[side[rank] for rank in range(len(side))] for side in sides]
         self.infer, self.train = case.metadata()
         self.builder = TransferPlanBuilder(case.ranks * case.engines, case.trainers, case.engines)
 
     def plan(self) -> Plan:
         """weightlink's plan of all ranks, to the rounds of all buckets."""
-        plan = make_plan(self.survey, self.wire, names=[e.name for e in self.engines])
+        survey = Survey.of(self.survey.manifest, self.held[0], self.held[1:])
+        plan = make_plan(survey, self.wire, names=[e.name for e in self.engines])
         for engine in plan.engines:
             _ = engine.bucket_round  # worked out when asked for
         return plan
@@ -82,9 +86,15 @@ class _Both:
         found: list[Any] = self.builder.build_weights_mapping_operations(self.infer, self.train)
         return found
 
-    def ours(self, rank: int, *, packed: bool = False) -> int:
-        """One rank's program, of a trainer, or behind the trainers of the first engine; the number of its copies."""
-        survey = Survey.unpack(self.packed) if packed else self.survey
+    def surveys(self, count: int) -> Iterator[Survey]:
+        """As many, of which nothing has been looked at yet."""
+        return iter([Survey.unpack(self.packed) for _ in range(count)])
+
+    def ours(self, rank: int, survey: Survey | None = None) -> int:
+        """One rank's program, of a trainer, or behind the trainers of the first engine; the number of its copies.
+
+        :param survey: unpacked if left out"""
+        survey = survey or Survey.unpack(self.packed)
         plan = make_plan(survey, self.wire, names=[e.name for e in self.engines])
         if rank < self.case.trainers:
             programs = [plan.send_program(n, rank, self.trainers[rank]) for n in range(self.case.engines)]
@@ -109,7 +119,8 @@ def _against_awex(options: Options, both: _Both, tensors: int, runs: int) -> lis
         found.append(Case.paired("awex-global", ours, theirs, unit="s", detail=detail))
     if options.wants("awex-pruned"):
         for variant, rank in (("trainer", 0), ("engine", both.case.trainers)):
-            ours, theirs = _turns(lambda r=rank: both.ours(r), lambda r=rank: both.theirs(r), runs)  # type: ignore[misc]
+            fresh = both.surveys(runs + 1)
+            ours, theirs = _turns(lambda r=rank, f=fresh: both.ours(r, next(f)), lambda r=rank: both.theirs(r), runs)  # type: ignore[misc]
             found.append(Case.paired("awex-pruned", ours, theirs, unit="s", variant=variant, detail=detail))
     spread = _Both(cuts.matrices(tensors, 4, 4, 16, 2)) if options.wants("balance") else both
     for name, judged in (("balance", spread), ("bytes", both)):
@@ -162,7 +173,7 @@ def _trillion(options: Options, runs: int) -> list[Case]:
     for variant, rank in (("trainer", 0), ("engine", both.case.trainers)):
         ours, theirs = [], []
         for _ in range(runs):
-            ours.append(_apart(lambda r=rank: both.ours(r, packed=True)))  # type: ignore[misc]
+            ours.append(_apart(lambda r=rank: both.ours(r)))  # type: ignore[misc]
             theirs.append(_apart(lambda r=rank: both.theirs(r)))  # type: ignore[misc]
         for what, index, unit in ((variant, 0, "s"), (f"{variant} cpu", 2, "s"), (f"{variant} memory", 1, "MiB")):
             values, references = ([max(run[index], 1e-3) for run in side] for side in (ours, theirs))
@@ -215,7 +226,8 @@ def _curve(options: Options, runs: int) -> list[Case]:
     found, points = [], []
     for tensors in (max(4, round(size * options.size)) for size in _SIZES):
         both = _Both(cuts.matrices(tensors, 16, 1, 16, 8))
-        ours, theirs = _turns(lambda b=both: b.ours(0), lambda b=both: b.theirs(0), max(1, runs // 2))  # type: ignore[misc]
+        fresh = both.surveys(runs + 1)
+        ours, theirs = _turns(lambda b=both, f=fresh: b.ours(0, next(f)), lambda b=both: b.theirs(0), runs)  # type: ignore[misc]
         case = Case.paired("curve", ours, theirs, unit="s", variant=f"{tensors}")
         points.append(Point(tensors, case.value, case.reference))
         found.append(case)

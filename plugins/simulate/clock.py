@@ -1,10 +1,10 @@
 """The time of an update on given links, by events: no byte is moved.
 
-Every rank goes through its buckets in the order of the rounds, with two in flight per direction and engine, as senders
-and receivers do. A bucket is packed, starts when both ends have a place and the one before it of this pair of ranks has
-left, shares its sender's and its receiver's links with what other pairs have on them, and is unpacked. One that an
-engine relays starts when it has arrived there, and keeps its place until it has left. Ranks are machines' devices in
-order, trainers first.
+Every rank goes through its buckets in the order of the rounds, with two rounds of them in flight per direction and
+engine, as senders and receivers do. A bucket is packed, starts when both ends have a place and the one before it of
+this pair of ranks has left, shares its sender's and its receiver's links with what other pairs have on them, and is
+unpacked. One that an engine relays starts when it has arrived there, and keeps its place until it has left. Ranks are
+machines' devices in order, trainers first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from weightlink.hooks.geometry import Int64
 from weightlink.plan import Plan
 from weightlink.relays import NOBODY
 
+#: Rounds of buckets that one side has under way.
 IN_FLIGHT = 2
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -122,7 +123,7 @@ def run(plan: Plan, links: Links, advance: Callable[[int], None] = lambda done: 
     src, dst, nbytes = buckets.src, buckets.dst, buckets.nbytes
     ranks = plan.trainers + sum(engine.world for engine in plan.engines)
     local = src // links.per_node == dst // links.per_node
-    clock = _Clock(buckets, local, ranks, links)
+    clock = _Clock(buckets, local, ranks, links, IN_FLIGHT * plan.wire.max_peers)
     clock.play(advance)
     return Timeline(src, dst, nbytes, local, np.array(clock.start), np.array(clock.end), ranks, plan.trainers)
 
@@ -130,10 +131,10 @@ def run(plan: Plan, links: Links, advance: Callable[[int], None] = lambda done: 
 class _Clock:
     """Buckets between events. A link is a rank and a direction and, of these, within the machine or to others."""
 
-    def __init__(self, buckets: Buckets, local: Bools, ranks: int, links: Links) -> None:
+    def __init__(self, buckets: Buckets, local: Bools, ranks: int, links: Links, places: int) -> None:
         src, dst, nbytes = buckets.src, buckets.dst, buckets.nbytes
         leg = buckets.engine * ranks + src
-        self.links = links
+        self.links, self.places = links, places
         total = len(src)
         self.left = nbytes.astype(float).tolist()
         self.size = nbytes.astype(float).tolist()
@@ -189,7 +190,7 @@ class _Clock:
 
     def _admit(self, side: int, now: float) -> None:
         queue = self.queue[side]
-        while self.busy[side] < IN_FLIGHT and self.next[side] < len(queue):
+        while self.busy[side] < self.places and self.next[side] < len(queue):
             n = queue[self.next[side]]
             self.next[side] += 1
             self.busy[side] += 1

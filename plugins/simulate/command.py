@@ -38,10 +38,12 @@ IgnoreOption = Annotated[
     list[str] | None, typer.Option(help="Canonical name or pattern that no engine takes; may be repeated.")
 ]
 BucketOption = Annotated[int, typer.Option(help="MiB of a bucket.", min=1, max=2048)]
-DirectOption = Annotated[int, typer.Option(help="KiB from which a copy has a bucket to itself.", min=1)]
-PeersOption = Annotated[int, typer.Option(help="Buckets that a rank sends, or receives, in one round.", min=1)]
+DirectOption = Annotated[int, typer.Option(help="KiB from which a copy has a bucket to itself.", min=1, max=1 << 30)]
+PeersOption = Annotated[int, typer.Option(help="Buckets that a rank sends, or receives, per round.", min=1, max=1024)]
 RelayOption = Annotated[bool, typer.Option(help="Engines of equal layout may relay to one another.")]
-JobsOption = Annotated[int | None, typer.Option(help="Ranks whose layouts are made at a time; all cores if left out.")]
+JobsOption = Annotated[
+    int | None, typer.Option(help="Ranks whose layouts are made at a time; all cores if left out.", min=1)
+]
 _WIRE = WireSettings()
 
 
@@ -94,7 +96,7 @@ def simulate(
 ) -> None:
     """Predict the time of an update on given links, without GPUs or weights.
 
-    Ranks take their buckets in the order of the rounds, two in flight per direction; links are shared equally.
+    Ranks take their buckets in the order of the rounds, two rounds in flight per direction; links are shared equally.
     """
     links = Links(
         intra=speed(intra), inter=speed(inter), copy=speed(copy), latency=latency * 1e-6, per_node=gpus_per_node
@@ -132,8 +134,8 @@ def _layouts(
     jobs: int | None,
 ) -> Stored:
     if load is not None:
-        if model or trainer or engines:
-            raise ConfigError("--load takes the place of the model and both layouts", found=load)
+        if model or trainer or engines or save:
+            raise ConfigError("--load takes the place of the model, both layouts and --save", found=load)
         return Stored.load(load)
     if not (model and trainer and engines):
         raise ConfigError(
@@ -170,6 +172,8 @@ def _plan(
         for label, count, _ in stored.engines:
             with console.status(f"proving {label}"):
                 prove_engine(made, first, each[first])
+                for rank, layout in enumerate(stored.trainers):
+                    made.send_program(first, rank, layout)  # refuses a cast that loses more than precision
             first += count
     return made, found
 

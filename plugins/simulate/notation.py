@@ -12,7 +12,8 @@ import re
 import msgspec
 from weightlink.hooks.errors import ConfigError
 
-_ITEM = re.compile(r"([a-z][a-z-]*?)=?(\d*)")
+_ITEM = re.compile(r"([a-z][a-z-]*?)=?([1-9][0-9]{0,8})?")
+_COUNT = re.compile(r"[1-9][0-9]{0,8}")
 _TRAINER = ("tp", "pp", "vpp", "ep", "etp", "cp", "world", "first", "last")
 _ENGINE = ("tp", "pp", "ep", "dp-attention", "moe-dense-tp")
 
@@ -91,8 +92,10 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         count, _, rest = text.rpartition("*")
         ranks, _, words = rest.rpartition(":")
         for number in (count, ranks):
-            if number and not number.strip().isdigit():
+            if number and not _COUNT.fullmatch(number):
                 raise ConfigError("not a number of engines or ranks", expected="2*tp8 or 128:ep128", found=text)
+        if not text.strip() or text.startswith(("*", ":")):
+            raise ConfigError("not an engine", expected="2*tp8 or 128:ep128", found=text)
         sizes = _sizes(words, _ENGINE, bare=("dp-attention",))
         pp = sizes.get("pp", 1)
         if ranks:
@@ -124,10 +127,10 @@ def engines_of(text: str) -> tuple[Engine, ...]:
 
 def _sizes(text: str, known: tuple[str, ...], bare: tuple[str, ...] = ()) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for word in filter(None, (word.strip() for word in text.split(","))):
+    for word in (word.strip() for word in text.split(",")) if text.strip() else ():
         found = _ITEM.fullmatch(word)
         name = found[1] if found else ""
-        if found is None or name not in known or name in sizes or not (found[2] or name in bare) or found[2] == "0":
+        if found is None or name not in known or name in sizes or not (found[2] or name in bare):
             raise ConfigError(
                 "not a parallel size", expected=", ".join(f"{name}N" for name in known), found=f"{word} in {text!r}"
             )

@@ -87,6 +87,12 @@ class Stored(msgspec.Struct, frozen=True):
             raise ConfigError(f"cannot read layouts from {path}: {error}", expected=FORM) from error
         if file.form != FORM:
             raise ConfigError(f"{path} is of another form", expected=FORM, found=file.form)
+        places = range(len(file.manifest))
+        for numbers, _ in file.trainers:
+            if not all(n in places for n in np.frombuffer(numbers, "<i8").tolist()):
+                raise ConfigError(f"{path} names tensors that it does not have", expected=FORM)
+        if not all(count > 0 for _, count, _ in file.engines):
+            raise ConfigError(f"{path} has a group without engines", expected=FORM)
         return cls(
             file.model,
             file.trainer,
@@ -125,7 +131,9 @@ def unpack_rank(data: bytes, tensors: tuple[TensorSpec, ...]) -> Layout:
         fills = Fills(*_columns(rank.fills, Fills(), Fills.COLUMNS))
     except (msgspec.MsgspecError, ValueError) as error:
         raise LayoutError(f"not a layout: {error}") from error
-    return Layout(rank.rank, tensors, rank.params, regions, fills, rank.opaque, rank.quantised)
+    layout = Layout(rank.rank, tensors, rank.params, regions, fills, rank.opaque, rank.quantised)
+    layout.validate()
+    return layout
 
 
 def _numbers(layout: Layout, places: Mapping[str, int]) -> npt.NDArray[np.int64]:
