@@ -55,7 +55,8 @@ class Checksum:
 
 
 def _odd(seed: int, count: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).integers(0, 1 << 63, count, np.int64) | 1)
+    # The raw stream is what every version of numpy has in common; the two ends need not have the same.
+    return torch.from_numpy((np.random.PCG64(seed).random_raw(count) >> np.uint64(1)).astype(np.int64) | 1)
 
 
 #: Equally long lists of views: of the staging memory, and of the parameters.
