@@ -40,6 +40,24 @@ def write_json(target: str, data: object) -> None:
         raise ConfigError(f"cannot write {target}: {error.strerror}") from error
 
 
+def require_writable(*targets: str | Path | None) -> None:
+    """Each file, where one is given, can be written: told before the work. Raises :class:`ConfigError`."""
+    for target in targets:
+        if target is None or target == "-":
+            continue
+        path = Path(target)
+        folder = path.parent
+        if path.is_dir():
+            fault = "it is a folder"
+        elif not folder.is_dir():
+            fault = f"{folder} is no folder"
+        elif not os.access(path if path.exists() else folder, os.W_OK):
+            fault = "permission denied"
+        else:
+            continue
+        raise ConfigError(f"cannot write {path}: {fault}")
+
+
 class Finding(msgspec.Struct, frozen=True):
     """One line of ``weightlink doctor``. ``absent`` is no fault: not every machine has both frameworks."""
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from weightlink.hooks.errors import ConfigError
 from weightlink.hooks.settings import WireSettings
 from weightlink.plan import EngineLayouts, build_plan
+from weightlink.plugins.bench import command, planner
 from weightlink.plugins.bench.results import Case
 from weightlink.plugins.bench.shapes import LARGE, MIXED, Dims, shape
 
@@ -114,6 +116,33 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones(arguments: list[s
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "expected: " + ("wire, " if len(arguments) == 1 else "large, mixed") in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["wire", "--svg", "curve.svg"], "expected: planner"),
+        (["overhead", "--size", "2"], "expected: wire, fanout, planner, memory, update"),
+        (["planner", "update", "--max-peers", "2"], "expected: wire, fanout, memory"),
+        (["planner", "--timeout", "9"], "expected: wire, fanout, overhead, memory, update"),
+        (["wire", "--json", "none/bench.json"], "cannot write none/bench.json: none is no folder"),
+        (["planner", "--svg", "."], "cannot write .: it is a folder"),
+    ],
+)
+def test_what_would_be_lost_or_left_unheeded_is_refused_before_anything_is_measured(
+    arguments: list[str], told: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "weightlink.cli", "bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert told in done.stderr
+
+
+def test_a_benchmark_says_what_it_runs_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "NEEDS", ("awex==0.0.1", "no-such-distribution"))
+    with pytest.raises(ConfigError, match="awex") as raised:
+        command.bench(["planner"], svg=None)
+    assert raised.value.expected == "awex==0.0.1"
 
 
 def test_a_higher_ratio_is_better_in_both_units() -> None:

@@ -27,9 +27,10 @@ from weightlink.hooks.errors import ConfigError, CoverageError
 from weightlink.hooks.geometry import Layout, ParamSpec, RegionBuilder, TensorSpec
 from weightlink.hooks.manager import PluginManager
 from weightlink.hooks.settings import WireSettings
-from weightlink.plan import EngineLayouts, Plan, build_plan
+from weightlink.plan import EngineLayouts, Plan, build_plan, make_plan, survey_of
 from weightlink.plugins.simulate import layouts, models
 from weightlink.plugins.simulate.clock import Links, lower_bound, run
+from weightlink.plugins.simulate.command import placed
 from weightlink.plugins.simulate.figures import figures, least_possible
 from weightlink.plugins.simulate.notation import Engine, Trainer, engines_of, speed
 from weightlink.plugins.simulate.picture import draw, traffic_of
@@ -332,6 +333,33 @@ def test_plan_proves_what_it_prints(tmp_path: Path) -> None:
     assert isinstance(done.exception, CoverageError)
     assert tensors[int(r.tensor[-1])].name in str(done.exception)
     assert "pass ignore" in str(done.exception)
+
+
+def test_senders_serve_their_own_machine_first() -> None:
+    """Four trainer ranks that hold everything, on machines of three: the last is on that of the first two receivers,
+    which take no more than it has to send."""
+    (whole,) = rows_of([(0, 1000)] * 8, 1, "trainer")
+    trainers = [dataclasses.replace(whole, rank=f"trainer {n}") for n in range(4)]
+    ranks = rows_of([(n % 2, 1000) for n in range(8)], 2, "rank")
+    survey = survey_of(trainers, [EngineLayouts(f"e{n}", ranks) for n in range(2)])
+    near = placed(survey, 3)
+    assert near.trainers.hosts == ("machine 0",) * 3 + ("machine 1",)
+    assert [side.hosts for side in near.engines] == [("machine 1",) * 2, ("machine 2",) * 2]
+    served = []
+    for each in (survey, near):
+        made = make_plan(each, WireSettings(relay=False), names=["e0", "e1"])
+        traffic, _, _ = traffic_of(run(made, LINKS))
+        assert traffic.sum(1) == pytest.approx(traffic.sum() / 4, rel=0.1)
+        served.append(traffic[3, :2].sum() / traffic[3].sum())
+    assert served[0] < 0.5
+    assert served[1] == 1.0
+
+
+def test_a_file_that_cannot_be_written_is_told_before_there_is_a_plan(tmp_path: Path) -> None:
+    for name, option in (("plan", "--json"), ("simulate", "--svg"), ("plan", "--save"), ("demo", "--json")):
+        done = CliRunner().invoke(build(PluginManager(entry_points=False)), [name, option, str(tmp_path / "no" / "x")])
+        assert isinstance(done.exception, ConfigError)
+        assert "cannot write" in str(done.exception)
 
 
 def test_a_file_that_holds_no_layouts_is_refused(tmp_path: Path) -> None:

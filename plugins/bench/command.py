@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Mapping
 from typing import Annotated, Protocol, cast
 
+import msgspec
 import typer
+from packaging.requirements import Requirement
 from rich.console import Console
-from weightlink.cli import JsonOption, write_json
+from weightlink.cli import JsonOption, require_writable, write_json
 from weightlink.hooks.errors import ConfigError
 from weightlink.plugins.bench.results import Case, Options, Report, details, machine, table
 from weightlink.plugins.demo.processes import interruptible
@@ -22,6 +25,8 @@ BENCHES = {
     "memory": "weightlink.plugins.bench.memory",
     "update": "weightlink.plugins.bench.update",
 }
+#: Options that not every benchmark has a meaning for.
+_PARTICULAR = frozenset({"size", "max_peers", "timeout", "svg"})
 
 
 def bench(
@@ -47,6 +52,16 @@ def bench(
     for asked in options.cases:
         if asked not in known:
             raise ConfigError("no such case", expected=", ".join(known), found=asked)
+    for option in msgspec.structs.fields(Options):
+        unset = getattr(options, option.name) == option.default
+        if not unset and option.name in _PARTICULAR and not any(option.name in m.TAKES for m in modules.values()):
+            takers = ", ".join(name for name in BENCHES if option.name in _find(name).TAKES)
+            flag = "--" + option.name.replace("_", "-")
+            raise ConfigError(f"{flag} means nothing to this benchmark", expected=takers, found=" ".join(modules))
+    for name, module in modules.items():
+        for need in module.NEEDS:
+            _require(need, name)
+    require_writable(json, svg)
     reports = []
     with interruptible():
         for name, module in modules.items():
@@ -60,9 +75,15 @@ def bench(
 
 
 class Bench(Protocol):
-    """A benchmark's module. ``CASES`` is a table of its cases with a line of help each."""
+    """A benchmark's module.
+
+    ``CASES`` is a table of its cases with a line of help each. ``TAKES`` are the particular options that it has a
+    meaning for, ``NEEDS`` the requirements that it has beyond weightlink's own.
+    """
 
     CASES: Mapping[str, str]
+    TAKES: frozenset[str]
+    NEEDS: tuple[str, ...]
 
     def measure(self, options: Options, console: Console) -> list[Case]:
         """All wanted cases. May print to ``console`` what it is about."""
@@ -72,3 +93,14 @@ def _find(name: str) -> Bench:
     if name not in BENCHES:
         raise ConfigError("no such benchmark", expected=", ".join(BENCHES), found=name)
     return cast(Bench, importlib.import_module(BENCHES[name]))
+
+
+def _require(need: str, bench: str) -> None:
+    wanted = Requirement(need)
+    try:
+        found = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        found = "nothing"
+    if found == "nothing" or not wanted.specifier.contains(found, prereleases=True):
+        remedy = f"pip install {need}"
+        raise ConfigError(f"bench {bench} runs beside {wanted.name}", expected=need, found=found, remedy=remedy)

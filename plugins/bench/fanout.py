@@ -24,6 +24,8 @@ from weightlink.relays import NOBODY
 from weightlink.rendezvous import Rendezvous, new_key
 
 CASES = {"relayed": "one trainer rank to four equal engines, relaying; the reference sends to each of them"}
+TAKES = frozenset({"size", "max_peers", "timeout"})
+NEEDS: tuple[str, ...] = ()
 RUNS = 7
 ENGINES = 4
 #: The share of the wire benchmark's model: five processes hold it.

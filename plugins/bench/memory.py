@@ -12,6 +12,8 @@ from weightlink.plugins.bench.shapes import MIXED
 from weightlink.plugins.bench.wire import group, wire_settings
 
 CASES = {"steady": "the most that any process holds beyond its weights, in buckets, over many updates"}
+TAKES = frozenset({"size", "max_peers", "timeout"})
+NEEDS: tuple[str, ...] = ()
 RUNS = 100
 #: Buckets per direction that the design allows.
 ALLOWED = 2

@@ -23,6 +23,8 @@ from weightlink.plugins.demo.trainers import Trainers
 from weightlink.report import UpdateReport
 
 CASES = {"cached": "a push over a link that has its plan; the reference is SGLang's own pause, flush and continue"}
+TAKES = frozenset({"timeout"})
+NEEDS = ("sglang", "megatron-core")
 RUNS = 30
 RANKS = 2
 _PHASES = ("prepare", "transfer", "commit")

@@ -27,6 +27,8 @@ CASES = {
     "vs-tensor": "a push beside update_weights_from_tensor: flattened buckets in shared memory",
     "vs-disk": "a push beside update_weights_from_disk: a safetensors file",
 }
+TAKES = frozenset({"size", "timeout"})
+NEEDS = ("sglang", "megatron-core")
 RUNS = 7
 RANKS = 2
 #: How references gather. The first is what trainers do; Gloo's collective is slower than plain sends to one rank, which

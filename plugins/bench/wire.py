@@ -30,6 +30,8 @@ CASES = {
     "large": "a dense model: large matrices, most of which need no packing",
     "mixed": "a mixture of experts: many small tensors, which do",
 }
+TAKES = frozenset({"size", "max_peers", "timeout"})
+NEEDS: tuple[str, ...] = ()
 RUNS = 9
 HOST = "127.0.0.1"
 UNBOUNDED = 1024

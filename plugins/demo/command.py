@@ -11,7 +11,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from weightlink.cli import JsonOption, write_json
+from weightlink.cli import JsonOption, require_writable, write_json
 from weightlink.hooks.deadline import Deadline
 from weightlink.plugins.demo.checkpoint import cache_folder
 from weightlink.plugins.demo.processes import interruptible
@@ -30,6 +30,7 @@ def demo(
 
     Exit code 0 means that every check held.
     """
+    require_writable(json)
     console = Console(stderr=json == "-")
     folder = Path(tempfile.mkdtemp(prefix="weightlink-demo-"))
     deadline = Deadline.after(timeout)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from weightlink.cli import JsonOption, write_json
+from weightlink.cli import JsonOption, require_writable, write_json
 from weightlink.hooks.errors import ConfigError
 from weightlink.hooks.settings import WireSettings
 from weightlink.plan import EngineLayouts, Plan, make_plan, prove_engine, survey_of
@@ -20,6 +22,7 @@ from weightlink.plugins.simulate.figures import Figures, Spread, figures
 from weightlink.plugins.simulate.notation import Trainer, engines_of, speed
 from weightlink.plugins.simulate.picture import draw
 from weightlink.plugins.simulate.stored import Stored
+from weightlink.survey import Survey
 
 ModelArgument = Annotated[
     str | None,
@@ -44,13 +47,16 @@ RelayOption = Annotated[bool, typer.Option(help="Engines of equal layout may rel
 JobsOption = Annotated[
     int | None, typer.Option(help="Ranks whose layouts are made at a time; all cores if left out.", min=1)
 ]
+NodeOption = Annotated[int, typer.Option(help="Devices of a machine; trainers come first.", min=1)]
 _WIRE = WireSettings()
+_PER_NODE = 8
 
 
 def plan(
     model: ModelArgument = None,
     trainer: TrainerOption = None,
     engines: EnginesOption = None,
+    gpus_per_node: NodeOption = _PER_NODE,
     save: SaveOption = None,
     load: LoadOption = None,
     ignore: IgnoreOption = None,
@@ -65,10 +71,11 @@ def plan(
 
     The layouts come from Megatron's and SGLang's own models on the meta device.
     """
+    require_writable(save, json)
     console = Console(stderr=json == "-")
     with interruptible():
         stored = _layouts(model, trainer, engines, save, load, console, jobs)
-        _, found = _plan(stored, _wire(bucket, direct, max_peers, relay), ignore, console, prove=True)
+        _, found = _plan(stored, _wire(bucket, direct, max_peers, relay), gpus_per_node, ignore, console, prove=True)
     _show(stored, found, console)
     if json is not None:
         write_json(json, {"model": stored.model, "notes": stored.notes, "plan": found})
@@ -82,7 +89,7 @@ def simulate(
     inter: Annotated[str, typer.Option(help="Speed of a device to other machines, per direction.")] = "50GB/s",
     copy: Annotated[str, typer.Option(help="Speed of packing and unpacking on a device.")] = "1000GB/s",
     latency: Annotated[float, typer.Option(help="Microseconds before a message's first byte.", min=0)] = 20.0,
-    gpus_per_node: Annotated[int, typer.Option(help="Devices of a machine; trainers come first.", min=1)] = 8,
+    gpus_per_node: NodeOption = _PER_NODE,
     svg: Annotated[Path | None, typer.Option(help="Draw traffic and timeline into this file.")] = None,
     save: SaveOption = None,
     load: LoadOption = None,
@@ -101,10 +108,12 @@ def simulate(
     links = Links(
         intra=speed(intra), inter=speed(inter), copy=speed(copy), latency=latency * 1e-6, per_node=gpus_per_node
     )
+    require_writable(save, svg, json)
     console = Console(stderr=json == "-")
     with interruptible():
         stored = _layouts(model, trainer, engines, save, load, console, jobs)
-        made, found = _plan(stored, _wire(bucket, direct, max_peers, relay), ignore, console, prove=False)
+        wire = _wire(bucket, direct, max_peers, relay)
+        made, found = _plan(stored, wire, gpus_per_node, ignore, console, prove=False)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("buckets", total=found.messages)
             timeline = run(made, links, lambda done: progress.update(task, completed=done))
@@ -155,7 +164,7 @@ def _wire(bucket: int, direct: int, max_peers: int, relay: bool) -> WireSettings
 
 
 def _plan(
-    stored: Stored, wire: WireSettings, ignore: list[str] | None, console: Console, *, prove: bool
+    stored: Stored, wire: WireSettings, per_node: int, ignore: list[str] | None, console: Console, *, prove: bool
 ) -> tuple[Plan, Figures]:
     """The plan, and what it costs.
 
@@ -163,9 +172,8 @@ def _plan(
     """
     each: list[EngineLayouts] = stored.each_engine()
     with console.status("planning"):
-        made = make_plan(
-            survey_of(stored.trainers, each), wire, names=[engine.name for engine in each], ignore=ignore or ()
-        )
+        survey = placed(survey_of(stored.trainers, each), per_node)
+        made = make_plan(survey, wire, names=[engine.name for engine in each], ignore=ignore or ())
         found = figures(made, stored.trainers, each)
     if prove:
         first = 0
@@ -176,6 +184,18 @@ def _plan(
                     made.send_program(first, rank, layout)  # refuses a cast that loses more than precision
             first += count
     return made, found
+
+
+def placed(survey: Survey, per_node: int) -> Survey:
+    """The survey with ranks on machines of ``per_node`` devices, in order: the trainer's, then each engine's.
+
+    Layouts from the meta device have no machine, and a plan prefers senders and relays on the receiver's own.
+    """
+    sides = [survey.trainers, *survey.engines]
+    ends = np.cumsum([len(side) for side in sides])
+    named = [f"machine {n // per_node}" for n in range(int(ends[-1]))]
+    put = [replace(side, hosts=tuple(named[end - len(side) : end])) for side, end in zip(sides, ends, strict=True)]
+    return replace(survey, trainers=put[0], engines=tuple(put[1:]))
 
 
 def _show(stored: Stored, found: Figures, console: Console) -> None:
